@@ -1,0 +1,49 @@
+"""The frozen types that cross the boundary between the Engine and a Runner (NumPy only)."""
+
+from resin.plan.batch import BatchPlan, CacheGroupPlan, RowFlag, SlotLoad
+from resin.plan.buckets import Bucket, Phase, smallest_bucket
+from resin.plan.cache import (
+    CacheGeometry,
+    CacheGroup,
+    GroupGeometry,
+    HistoryGroup,
+    Plane,
+    StateGroup,
+    WindowGroup,
+    plan_geometry,
+)
+from resin.plan.errors import InvalidRequest, PlanRejected, ResinError
+from resin.plan.layout import Column, PlanLayout, plan_layout
+from resin.plan.output import ForwardOutput
+from resin.plan.runner import ArenaSpec, OverlapRunner, Runner, RunnerConfig
+from resin.plan.sampling import SamplingParams
+
+__all__ = [
+    "ArenaSpec",
+    "BatchPlan",
+    "Bucket",
+    "CacheGeometry",
+    "CacheGroup",
+    "CacheGroupPlan",
+    "Column",
+    "ForwardOutput",
+    "GroupGeometry",
+    "HistoryGroup",
+    "InvalidRequest",
+    "OverlapRunner",
+    "Phase",
+    "Plane",
+    "PlanLayout",
+    "PlanRejected",
+    "ResinError",
+    "RowFlag",
+    "Runner",
+    "RunnerConfig",
+    "SamplingParams",
+    "SlotLoad",
+    "StateGroup",
+    "WindowGroup",
+    "plan_geometry",
+    "plan_layout",
+    "smallest_bucket",
+]

@@ -1,0 +1,112 @@
+"""BatchPlan: one step of work, frozen and padded to its bucket."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from resin.plan.buckets import Bucket, Phase
+
+
+class RowFlag(enum.IntFlag):
+    """Bits of `BatchPlan.row_flags`."""
+
+    EMIT = 1
+    """The row ends at the sequence's last token: sample one token."""
+    FROM_SLOT = 2
+    """The row's first token is the last one that its slot emitted, not `token_ids`."""
+    PENALTIES = 4
+    """Apply presence, frequency and repetition penalties from the slot's token counts."""
+    BIAS = 8
+    """Add the slot's logit bias."""
+    SUPPRESS_STOP = 16
+    """The slot's stop tokens cannot be chosen."""
+    MASK = 32
+    """Only tokens of the row's `allowed_masks` bits can be chosen."""
+    LOGPROBS = 64
+    """Report the chosen token's logprob (and the `top_logprobs` most likely)."""
+    PROMPT_LOGPROBS = 128
+    """Report the logprob of every next token within the row's chunk."""
+    FRESH_STATE = 256
+    """The row starts its sequence: State groups begin at zero instead of `input_pages`."""
+    SAMPLE = 512
+    """Temperature above 0: draw instead of taking the most likely token."""
+    TRUNCATE = 1024
+    """top_k, top_p or min_p cut the distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroupPlan:
+    """One cache group's page rows and append destinations; which fields are set depends on the kind of group.
+
+    History and Window: `page_ids` holds the rows of all sequences one after another in chronological order,
+    sequence b from `page_indptr[b]` to `page_indptr[b + 1]`; its first page starts at `first_position[b]`. Token t
+    completes an entry that goes to `(append_pages[t], append_offsets[t])`; page 0 is scratch and takes what belongs
+    nowhere (padding, tokens that complete no entry).
+    State: `input_pages` and `output_pages`, `pages_per_state` ids a sequence. Equal rows update in place.
+    """
+
+    name: str
+    page_indptr: np.ndarray | None = None  # int32 [B + 1]
+    page_ids: np.ndarray | None = None  # int32 [row_pages]
+    first_position: np.ndarray | None = None  # int32 [B]
+    append_pages: np.ndarray | None = None  # int32 [T]
+    append_offsets: np.ndarray | None = None  # int32 [T]
+    input_pages: np.ndarray | None = None  # int32 [B, pages_per_state]
+    output_pages: np.ndarray | None = None  # int32 [B, pages_per_state]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """Per-request state that a device slot needs before the plan runs (rare: penalties, bias, min tokens).
+
+    Attributes:
+        slot: which slot; whatever it held is replaced.
+        token_ids: int32 tokens of the sequence that the plan itself does not carry, in order.
+        prompt_tokens: how many of the sequence's tokens are prompt; later ones count as output.
+        bias_ids, bias_values: int32 and float32, the request's logit bias.
+        stop_ids: int32 ids that `SUPPRESS_STOP` forbids.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    prompt_tokens: int
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    stop_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One phase-homogeneous step. Every array is a read-only view of `buffer`, padded to the bucket.
+
+    Padded sequences have no tokens, slot `max_sequences` (scratch) and no flags; padded tokens have id 0, position 0
+    and append to page 0.
+    """
+
+    step: int
+    phase: Phase
+    bucket: Bucket
+    num_sequences: int
+    num_tokens: int
+    buffer: np.ndarray  # int32 [layout.words], everything below in one piece
+    token_ids: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]
+    query_indptr: np.ndarray  # int32 [B + 1], tokens of sequence b
+    seq_lens: np.ndarray  # int32 [B], tokens of the sequence after this step
+    slots: np.ndarray  # int32 [B], row of the device slot table
+    row_flags: np.ndarray  # int32 [B], RowFlag bits
+    groups: tuple[CacheGroupPlan, ...]
+    sampling: Mapping[str, np.ndarray]  # [B] columns: top_k, seed_low, seed_high int32; temperature, ... float32
+    slot_loads: tuple[SlotLoad, ...] = ()
+    allowed_masks: np.ndarray | None = None  # int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK
+    top_logprobs: int = 0  # most likely tokens to report, the largest of all rows
+    request_ids: tuple[int, ...] = field(default=())  # live rows, for people and recordings
+
+    @property
+    def emits(self) -> np.ndarray:
+        """bool [num_sequences]: rows that produce tokens."""
+        return (self.row_flags[: self.num_sequences] & RowFlag.EMIT) != 0

@@ -1,0 +1,219 @@
+"""Cache groups: what a model keeps per token or per sequence, and how that fills pages.
+
+One arena of `num_pages` equal pages serves every group. Inside a page a group stores its planes one after
+another, each as `[rows, page_entries, width]`, so element `(row, entry, w)` of a plane lies at
+`plane_offset + (row * page_entries + entry) * width + w` of the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resin.plan.errors import InvalidRequest
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4}
+
+# Page geometry is chosen for a sequence of this length (the median Mooncake conversation is 6.9k tokens, a chat 1k).
+REFERENCE_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One array behind a group's page row: `rows` vectors of `width` values an entry.
+
+    Attributes:
+        name: how models address it, for example "kv" or "latent".
+        rows: vectors an entry, usually layers * 2 * kv_heads.
+        width: values a vector, usually head_dim.
+        dtype: dtype of the values; None takes the arena's. A wider or narrower one is bitcast on gathered rows.
+    """
+
+    name: str
+    rows: int
+    width: int
+    dtype: str | None = None
+
+    def bytes_per_entry(self, arena_dtype: str) -> int:
+        return self.rows * self.vector_bytes(arena_dtype)
+
+    def vector_bytes(self, arena_dtype: str) -> int:
+        return self.width * ITEMSIZE[self.dtype or arena_dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryGroup:
+    """Entries for every token of the sequence; grows on demand.
+
+    Attributes:
+        tokens_per_entry: tokens that one entry stands for (1, 2, 4 or 128 in known models); only complete
+            entries are written and visible.
+    """
+
+    name: str
+    planes: tuple[Plane, ...]
+    tokens_per_entry: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """Entries for the last `window_tokens` tokens, the current one included; bounded cyclic storage."""
+
+    name: str
+    planes: tuple[Plane, ...]
+    window_tokens: int
+    tokens_per_entry: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """One recurrent state a sequence, stored as one entry in a whole number of pages.
+
+    Attributes:
+        checkpoint_tokens: distance between states that the prefix cache keeps; rounded up to the
+            alignment of the other groups.
+    """
+
+    name: str
+    planes: tuple[Plane, ...]
+    checkpoint_tokens: int = 512
+
+
+CacheGroup = HistoryGroup | WindowGroup | StateGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """How one group fills pages.
+
+    Attributes:
+        page_entries: entries a page holds (1 for a State).
+        span_tokens: tokens a page stands for (0 for a State).
+        pages_per_state: pages that one State takes (0 for other groups).
+        waste: share of the page bytes that the group never uses.
+    """
+
+    page_entries: int
+    span_tokens: int
+    pages_per_state: int
+    waste: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """Page size and per-group fill, in the order of the groups.
+
+    Attributes:
+        page_bytes: bytes of one page on one device.
+        groups: one GroupGeometry a group.
+        align_tokens: a prefix that ends on a multiple of this is aligned for every History and Window group.
+        checkpoint_tokens: distance of State checkpoints, a multiple of align_tokens; equals it without a State.
+    """
+
+    page_bytes: int
+    groups: tuple[GroupGeometry, ...]
+    align_tokens: int
+    checkpoint_tokens: int
+
+
+def plan_geometry(groups: Sequence[CacheGroup], *, arena_dtype: str, page_tokens: int | None = None) -> CacheGeometry:
+    """Chooses the page size that wastes least over a reference sequence, and each group's fill.
+
+    Args:
+        groups: the model's cache groups; may be empty (a runner that keeps its own cache).
+        arena_dtype: dtype of the arena's elements.
+        page_tokens: tokens a page of the first History or Window group; None searches 16 to 128 entries.
+
+    Raises:
+        InvalidRequest: a group cannot be laid out (no planes, bad sizes, or a page too small for it).
+    """
+    for group in groups:
+        _check_group(group)
+    if not groups:
+        return CacheGeometry(page_bytes=0, groups=(), align_tokens=1, checkpoint_tokens=1)
+    # Every plane of every group must start on a whole vector, so that rows can be addressed by one index.
+    unit = math.lcm(*(plane.vector_bytes(arena_dtype) for group in groups for plane in group.planes), ITEMSIZE[arena_dtype])
+    best: tuple[float, int, CacheGeometry] | None = None
+    for page_bytes in _candidates(groups, arena_dtype, page_tokens, unit):
+        geometry = _fill(groups, arena_dtype, page_bytes)
+        if geometry is None:
+            continue
+        cost = _reference_cost(groups, geometry)
+        if best is None or (cost, page_bytes) < best[:2]:
+            best = (cost, page_bytes, geometry)
+    if best is None:
+        raise InvalidRequest("page_tokens", page_tokens, "a page that holds at least one entry of every group")
+    return best[2]
+
+
+def entry_bytes(group: CacheGroup, arena_dtype: str) -> int:
+    """Bytes of one entry (for a State: of the whole state)."""
+    return sum(plane.bytes_per_entry(arena_dtype) for plane in group.planes)
+
+
+def _check_group(group: CacheGroup) -> None:
+    if not group.planes:
+        raise InvalidRequest(f"{group.name}.planes", group.planes, "at least one plane")
+    for plane in group.planes:
+        if plane.rows < 1 or plane.width < 1:
+            raise InvalidRequest(f"{group.name}.{plane.name}", (plane.rows, plane.width), "rows and width of at least 1")
+        if plane.dtype is not None and plane.dtype not in ITEMSIZE:
+            raise InvalidRequest(f"{group.name}.{plane.name}.dtype", plane.dtype, f"one of {sorted(ITEMSIZE)}")
+    if not isinstance(group, StateGroup) and group.tokens_per_entry < 1:
+        raise InvalidRequest(f"{group.name}.tokens_per_entry", group.tokens_per_entry, "at least 1")
+    if isinstance(group, WindowGroup) and group.window_tokens < 1:
+        raise InvalidRequest(f"{group.name}.window_tokens", group.window_tokens, "at least 1")
+    if isinstance(group, StateGroup) and group.checkpoint_tokens < 1:
+        raise InvalidRequest(f"{group.name}.checkpoint_tokens", group.checkpoint_tokens, "at least 1")
+
+
+def _candidates(groups: Sequence[CacheGroup], arena_dtype: str, page_tokens: int | None, unit: int) -> list[int]:
+    paged = [group for group in groups if not isinstance(group, StateGroup)]
+    sizes: set[int] = set()
+    for group in paged[:1] if page_tokens else paged:
+        counts = [page_tokens // group.tokens_per_entry] if page_tokens else (1, 2, 4, 8, 16, 32, 64, 128)
+        for count in counts:
+            tokens = count * group.tokens_per_entry
+            if count and (page_tokens or 16 <= tokens <= 128 * group.tokens_per_entry):
+                sizes.add(-(-count * entry_bytes(group, arena_dtype) // unit) * unit)
+    if not paged:
+        # Pure State models: one page a state, up to 4 MiB, so that large states share the pool with small ones.
+        sizes.add(-(-min(max(entry_bytes(group, arena_dtype) for group in groups), 4 << 20) // unit) * unit)
+    return sorted(sizes)
+
+
+def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int) -> CacheGeometry | None:
+    filled: list[GroupGeometry] = []
+    for group in groups:
+        size = entry_bytes(group, arena_dtype)
+        if isinstance(group, StateGroup):
+            pages = -(-size // page_bytes)
+            filled.append(GroupGeometry(1, 0, pages, 1 - size / (pages * page_bytes)))
+            continue
+        entries = page_bytes // size
+        if entries == 0:
+            return None
+        # A whole multiple of 8 entries keeps alignments and kernel tiles small where it costs under 5% of the page.
+        rounded = entries // 8 * 8
+        if rounded and (entries - rounded) * size <= page_bytes // 20:
+            entries = rounded
+        filled.append(GroupGeometry(entries, entries * group.tokens_per_entry, 0, 1 - entries * size / page_bytes))
+    align = math.lcm(*(geometry.span_tokens or 1 for geometry in filled))
+    spacings = [group.checkpoint_tokens for group in groups if isinstance(group, StateGroup)]
+    checkpoint = -(-max(spacings) // align) * align if spacings else align
+    return CacheGeometry(page_bytes, tuple(filled), align, checkpoint)
+
+
+def _reference_cost(groups: Sequence[CacheGroup], geometry: CacheGeometry) -> float:
+    """Page bytes that a reference sequence leases, plus half an alignment of lost prefix reuse."""
+    pages = 0.0
+    for group, fill in zip(groups, geometry.groups, strict=True):
+        if isinstance(group, StateGroup):
+            pages += 2 * fill.pages_per_state
+        elif isinstance(group, WindowGroup):
+            pages += group.window_tokens / fill.span_tokens + 1
+        else:
+            pages += REFERENCE_CONTEXT_TOKENS / fill.span_tokens + 0.5
+    lost_reuse = 1 + geometry.align_tokens / 2 / REFERENCE_CONTEXT_TOKENS
+    return pages * geometry.page_bytes * lost_reuse

@@ -1,0 +1,24 @@
+"""Exceptions that users of the library can catch by one base class."""
+
+
+class ResinError(Exception):
+    """Base class of every error that Resin raises on purpose."""
+
+
+class InvalidRequest(ResinError, ValueError):
+    """A request or setting that can never work.
+
+    Attributes:
+        field: name of the offending field, as the caller spells it.
+    """
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}={shown}: expected {expected}")
+        self.field = field
+
+
+class PlanRejected(ResinError):
+    """Raised by `Runner.accept` to refuse a plan before anything ran: the step may be retried."""

@@ -1,0 +1,96 @@
+"""Where each column of a plan lies in its one packed int32 buffer.
+
+The planner writes the columns through NumPy views, the runtime slices the same buffer inside the compiled
+program, and plan recordings store the buffer as it is. Float columns travel bit-cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from resin.plan.buckets import Bucket
+from resin.plan.cache import CacheGeometry, CacheGroup, StateGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One named array of the buffer: `[length]` of "int32" or "float32", starting at `offset` words."""
+
+    name: str
+    offset: int
+    length: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """The columns of one bucket's buffer and its size in 32-bit words."""
+
+    columns: tuple[Column, ...]
+    words: int
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Views of every column of an int32 `[words]` buffer, by name."""
+        floats = buffer.view(np.float32)
+        return {
+            column.name: (buffer if column.dtype == "int32" else floats)[column.offset : column.offset + column.length]
+            for column in self.columns
+        }
+
+
+HEADER = ("num_sequences", "num_tokens", "any_flags", "top_logprobs")
+SEQUENCE_INTS = ("seq_lens", "slots", "row_flags", "top_k", "seed_low", "seed_high")
+SEQUENCE_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def plan_layout(bucket: Bucket, groups: Sequence[CacheGroup], geometry: CacheGeometry) -> PlanLayout:
+    """The layout of a bucket's buffer for a model's cache groups.
+
+    Columns: `header`; per token `token_ids`, `positions`; per sequence `query_indptr` (B+1), the integer and the
+    float columns; per History or Window group g `page_indptr:g` (B+1), `page_ids:g`, `first_position:g` (B),
+    `append_pages:g`, `append_offsets:g` (T); per State group `input_pages:g`, `output_pages:g` (B * pages).
+    """
+    return _plan_layout(bucket, tuple(groups), geometry)
+
+
+@lru_cache(maxsize=1024)
+def _plan_layout(bucket: Bucket, groups: tuple[CacheGroup, ...], geometry: CacheGeometry) -> PlanLayout:
+    columns: list[Column] = []
+    words = 0
+
+    def add(name: str, length: int, dtype: str = "int32") -> None:
+        nonlocal words
+        columns.append(Column(name, words, length, dtype))
+        words += length
+
+    sequences, tokens = bucket.sequences, bucket.tokens
+    add("header", len(HEADER))
+    add("token_ids", tokens)
+    add("positions", tokens)
+    add("query_indptr", sequences + 1)
+    for name in SEQUENCE_INTS:
+        add(name, sequences)
+    for name in SEQUENCE_FLOATS:
+        add(name, sequences, "float32")
+    for group, fill, row_pages in zip(groups, geometry.groups, bucket.row_pages, strict=True):
+        if isinstance(group, StateGroup):
+            add(f"input_pages:{group.name}", sequences * fill.pages_per_state)
+            add(f"output_pages:{group.name}", sequences * fill.pages_per_state)
+            continue
+        add(f"page_indptr:{group.name}", sequences + 1)
+        add(f"page_ids:{group.name}", row_pages)
+        add(f"first_position:{group.name}", sequences)
+        add(f"append_pages:{group.name}", tokens)
+        add(f"append_offsets:{group.name}", tokens)
+    return PlanLayout(tuple(columns), words)

@@ -1,0 +1,32 @@
+"""ForwardOutput: what a runner returns for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """Flat token ids and row offsets, with optional logprob columns.
+
+    Attributes:
+        token_ids: integer [N], tokens of all live rows one after another. Rows without EMIT may hold none, or tokens
+            that the Engine ignores.
+        token_indptr: integer [num_sequences + 1], row b owns `token_ids[token_indptr[b]:token_indptr[b + 1]]`.
+        logprobs: float32 [N], natural log probability of each token under the raw logits.
+        top_ids, top_logprobs: int32 and float32 [N, n], the n most likely tokens at each place, best first.
+        prompt_logprobs: float32 [num_tokens], logprob of the token that follows token t in its sequence (undefined for
+            the last known token of a sequence).
+        prompt_top_ids, prompt_top_logprobs: [num_tokens, n], likewise.
+    """
+
+    token_ids: np.ndarray
+    token_indptr: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt_logprobs: np.ndarray | None = None
+    prompt_top_ids: np.ndarray | None = None
+    prompt_top_logprobs: np.ndarray | None = None
