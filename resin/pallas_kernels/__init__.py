@@ -1,0 +1,1 @@
+"""Hand-written kernels, each with an XLA reference beside it."""
