@@ -65,8 +65,9 @@ class SlotLoad:
 
     Attributes:
         slot: which slot; whatever it held is replaced.
-        token_ids: int32 tokens of the sequence that the plan itself does not carry, in order.
-        prompt_tokens: how many of the sequence's tokens are prompt; later ones count as output.
+        token_ids: int32, every token of the sequence so far, the plan's own row included, prompt first. The runner sets
+            the slot's token counts from these alone; afterwards it counts only the tokens that it emits.
+        prompt_tokens: how many of them are prompt; later ones count as output.
         bias_ids, bias_values: int32 and float32, the request's logit bias.
         stop_ids: int32 ids that `SUPPRESS_STOP` forbids.
     """
@@ -100,6 +101,7 @@ class BatchPlan:
     slots: np.ndarray  # int32 [B], row of the device slot table
     row_flags: np.ndarray  # int32 [B], RowFlag bits
     groups: tuple[CacheGroupPlan, ...]
+    next_token: np.ndarray  # int32 [B], known token that follows the row's last one (for PROMPT_LOGPROBS), -1 if none
     sampling: Mapping[str, np.ndarray]  # [B] columns: top_k, seed_low, seed_high int32; temperature, ... float32
     slot_loads: tuple[SlotLoad, ...] = ()
     allowed_masks: np.ndarray | None = None  # int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK

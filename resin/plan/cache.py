@@ -136,12 +136,13 @@ def plan_geometry(groups: Sequence[CacheGroup], *, arena_dtype: str, page_tokens
     unit = math.lcm(*(plane.vector_bytes(arena_dtype) for group in groups for plane in group.planes), ITEMSIZE[arena_dtype])
     best: tuple[float, int, CacheGeometry] | None = None
     for page_bytes in _candidates(groups, arena_dtype, page_tokens, unit):
-        geometry = _fill(groups, arena_dtype, page_bytes)
-        if geometry is None:
-            continue
-        cost = _reference_cost(groups, geometry)
-        if best is None or (cost, page_bytes) < best[:2]:
-            best = (cost, page_bytes, geometry)
+        for power_of_two in (False, True):
+            geometry = _fill(groups, arena_dtype, page_bytes, power_of_two)
+            if geometry is None:
+                continue
+            cost = _reference_cost(groups, geometry)
+            if best is None or (cost, page_bytes) < best[:2]:
+                best = (cost, page_bytes, geometry)
     if best is None:
         raise InvalidRequest("page_tokens", page_tokens, "a page that holds at least one entry of every group")
     return best[2]
@@ -183,7 +184,9 @@ def _candidates(groups: Sequence[CacheGroup], arena_dtype: str, page_tokens: int
     return sorted(sizes)
 
 
-def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int) -> CacheGeometry | None:
+def _fill(
+    groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int, power_of_two: bool
+) -> CacheGeometry | None:
     filled: list[GroupGeometry] = []
     for group in groups:
         size = entry_bytes(group, arena_dtype)
@@ -194,10 +197,9 @@ def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int) -> Ca
         entries = page_bytes // size
         if entries == 0:
             return None
-        # A whole multiple of 8 entries keeps alignments and kernel tiles small where it costs under 5% of the page.
-        rounded = entries // 8 * 8
-        if rounded and (entries - rounded) * size <= page_bytes // 20:
-            entries = rounded
+        # Powers of two keep the common alignment of all groups small, at the price of some waste.
+        if power_of_two:
+            entries = 1 << (entries.bit_length() - 1)
         filled.append(GroupGeometry(entries, entries * group.tokens_per_entry, 0, 1 - entries * size / page_bytes))
     align = math.lcm(*(geometry.span_tokens or 1 for geometry in filled))
     spacings = [group.checkpoint_tokens for group in groups if isinstance(group, StateGroup)]
@@ -206,7 +208,10 @@ def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int) -> Ca
 
 
 def _reference_cost(groups: Sequence[CacheGroup], geometry: CacheGeometry) -> float:
-    """Page bytes that a reference sequence leases, plus half an alignment of lost prefix reuse."""
+    """Page bytes that a reference sequence leases, weighted by half an alignment of lost prefix reuse.
+
+    Pages of less than 16 tokens (short contiguous runs for kernels, long rows for the host) count double.
+    """
     pages = 0.0
     for group, fill in zip(groups, geometry.groups, strict=True):
         if isinstance(group, StateGroup):
@@ -216,4 +221,5 @@ def _reference_cost(groups: Sequence[CacheGroup], geometry: CacheGeometry) -> fl
         else:
             pages += REFERENCE_CONTEXT_TOKENS / fill.span_tokens + 0.5
     lost_reuse = 1 + geometry.align_tokens / 2 / REFERENCE_CONTEXT_TOKENS
-    return pages * geometry.page_bytes * lost_reuse
+    short = 2 if any(0 < fill.span_tokens < 16 for fill in geometry.groups) else 1
+    return pages * geometry.page_bytes * lost_reuse * short

@@ -43,7 +43,7 @@ class PlanLayout:
 
 
 HEADER = ("num_sequences", "num_tokens", "any_flags", "top_logprobs")
-SEQUENCE_INTS = ("seq_lens", "slots", "row_flags", "top_k", "seed_low", "seed_high")
+SEQUENCE_INTS = ("seq_lens", "slots", "row_flags", "top_k", "seed_low", "seed_high", "next_token")
 SEQUENCE_FLOATS = (
     "temperature",
     "top_p",
