@@ -1,0 +1,152 @@
+"""Reads a GGUF file as if it were a Hugging Face checkpoint: names, shapes, row orders and config translated."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from resin.models.loading.checkpoint import CheckpointError, TensorInfo
+from resin.models.loading.gguf_config import fit_llama3_rope, translate_gguf_config
+from resin.models.loading.gguf_header import GgufTensor, map_file, parse_gguf_header
+from resin.models.loading.gguf_names import Change, PackedExperts, PlainExperts, Rule, Stored, name_gguf_tensors
+from resin.models.loading.quantised import MXFP4_VALUES, dequantise_mxfp4, find_quantised, packed_parts
+
+_FLOATS: Mapping[GGMLQuantizationType, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+_UNSUPPORTED = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"})
+_MXFP4_BYTES = 17  # one scale, then 16 bytes of two values
+
+
+class GgufCheckpoint:
+    """A GGUF file as a `Checkpoint`. Quantised tensors read as float32, the others as stored."""
+
+    def __init__(self, path: Path) -> None:
+        self.location = str(path)
+        self._data: np.ndarray | None = map_file(path)
+        self._header = parse_gguf_header(self._data, self.location)
+        for tensor in self._header.tensors.values():
+            if tensor.type.name in _UNSUPPORTED:
+                raise CheckpointError(self.location, f"type {tensor.type.name} is not supported", tensor.name)
+        self.config: Mapping[str, Any] = self._translate_config()
+        self._rules = name_gguf_tensors(self._header, self.config)
+        self.tensors: Mapping[str, TensorInfo] = {name: self._info(rule) for name, rule in self._rules.items()}
+        self.quantised: Mapping[str, TensorInfo] = find_quantised(self.tensors)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The file's own key/value pairs (tokenizer and chat template among them)."""
+        return self._header.metadata
+
+    def read(self, name: str) -> np.ndarray:
+        rule = self._rules.get(name)
+        if rule is None:
+            raise CheckpointError(self.location, "is not in the file", name)
+        if isinstance(rule, Stored):
+            return self._read_stored(rule)
+        if isinstance(rule, PackedExperts):
+            return self._read_packed(rule)
+        return self._read_plain_experts(rule)
+
+    def read_dequantised(self, name: str) -> np.ndarray:
+        if name not in self.quantised:
+            return self.read(name)
+        blocks, scales = packed_parts(name, self.tensors)
+        return dequantise_mxfp4(self.read(blocks), self.read(scales))
+
+    def close(self) -> None:
+        self._data = None
+
+    def _translate_config(self) -> dict[str, Any]:
+        config = translate_gguf_config(self._header)
+        freqs = self._header.tensors.get("rope_freqs.weight")
+        if freqs is not None and config["model_type"] == "llama":
+            theta = config["rope_parameters"]["rope_theta"]
+            try:
+                config["rope_parameters"] = fit_llama3_rope(self._floats(self._bytes(freqs), freqs), theta)
+            except ValueError as error:
+                raise CheckpointError(self.location, str(error), freqs.name) from error
+        return config
+
+    def _info(self, rule: Rule) -> TensorInfo:
+        tensors = self._header.tensors
+        if isinstance(rule, Stored):
+            tensor = tensors[rule.source]
+            shape = tensor.shape if rule.expert is None else tensor.shape[1:]
+            if rule.change is Change.UNPERMUTE_HEADS and shape[0] % (2 * rule.heads):
+                raise CheckpointError(self.location, f"{shape[0]} rows do not divide into {rule.heads} heads", tensor.name)
+            if rule.change is Change.CONV_CHANNEL:
+                shape = (shape[0], 1, shape[-1])
+            return TensorInfo(shape, _FLOATS.get(tensor.type, np.dtype("<f4")).name)
+        first = tensors[rule.sources[0]]
+        expected = 2 if isinstance(rule, PlainExperts) and not rule.transposed else 3
+        if len(first.shape) != expected:
+            raise CheckpointError(self.location, f"shape {first.shape} has not {expected} dimensions", first.name)
+        experts, rows = first.shape[0], first.shape[1] * len(rule.sources)
+        if isinstance(rule, PackedExperts):
+            groups = first.shape[2] // MXFP4_VALUES
+            return TensorInfo((experts, rows, groups, 16) if rule.part == "blocks" else (experts, rows, groups), "uint8")
+        dtype = _FLOATS.get(first.type, np.dtype("<f4")).name
+        return TensorInfo((experts, first.shape[2], rows) if rule.transposed else (experts, rows), dtype)
+
+    def _bytes(self, tensor: GgufTensor, expert: int | None = None) -> np.ndarray:
+        """Stored bytes, uint8 `[..., rows, row bytes]`: rows are independent in every format."""
+        if self._data is None:
+            raise CheckpointError(self.location, "the checkpoint is closed", tensor.name)
+        stored = self._data[tensor.start : tensor.start + tensor.size_bytes]
+        rows = stored.reshape(*tensor.shape[:-1], -1)
+        return rows if expert is None else rows[expert]
+
+    def _floats(self, rows: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+        dtype = _FLOATS.get(tensor.type)
+        if dtype is not None:
+            return rows.view(dtype)
+        # Scales of a damaged file may be infinite; the result then holds NaN, which the loader's checks can see.
+        with np.errstate(invalid="ignore", over="ignore"):
+            return np.asarray(dequantize(rows, tensor.type))
+
+    def _read_stored(self, rule: Stored) -> np.ndarray:
+        tensor = self._header.tensors[rule.source]
+        rows = self._bytes(tensor, rule.expert)
+        if rule.change is Change.UNPERMUTE_HEADS:
+            # A bias is one row of values, a matrix has one row an output.
+            items = rows.reshape(tensor.shape[0], -1)
+            halves = items.reshape(rule.heads, tensor.shape[0] // rule.heads // 2, 2, items.shape[-1])
+            rows = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+        values = self._floats(rows, tensor)
+        if rule.change is Change.MINUS_ONE:
+            return values - np.ones((), values.dtype)
+        if rule.change is Change.CONV_CHANNEL:
+            return values.reshape(values.shape[0], 1, -1)
+        return values
+
+    def _read_packed(self, rule: PackedExperts) -> np.ndarray:
+        shape = self._header.tensors[rule.sources[0]].shape
+        experts, rows, groups, count = shape[0], shape[1], shape[2] // MXFP4_VALUES, len(rule.sources)
+        tail = (groups, 16) if rule.part == "blocks" else (groups,)
+        result = np.empty((experts, rows, count, *tail), np.uint8)
+        for index, source in enumerate(rule.sources):
+            stored = self._bytes(self._header.tensors[source]).reshape(experts, rows, groups, _MXFP4_BYTES)
+            if rule.part == "scales":
+                result[:, :, index] = stored[..., 0]
+                continue
+            # Stored byte i holds values i (low) and i + 16 (high); Hugging Face byte i holds values 2i and 2i + 1.
+            packed = stored[..., 1:]
+            low, high = packed & 15, packed >> 4
+            result[:, :, index, :, :8] = low[..., 0::2] | low[..., 1::2] << 4
+            result[:, :, index, :, 8:] = high[..., 0::2] | high[..., 1::2] << 4
+        return result.reshape(experts, rows * count, *tail)
+
+    def _read_plain_experts(self, rule: PlainExperts) -> np.ndarray:
+        stored = [self._header.tensors[source] for source in rule.sources]
+        parts = [self._floats(self._bytes(tensor), tensor) for tensor in stored]
+        joined = np.stack(parts, axis=2)
+        merged = joined.reshape(parts[0].shape[0], math.prod(joined.shape[1:3]), *parts[0].shape[2:])
+        return np.ascontiguousarray(merged.swapaxes(1, 2)) if rule.transposed else merged

@@ -1,0 +1,196 @@
+"""Which stored GGUF tensor, changed how, gives each Hugging Face tensor.
+
+Every rule is a `Stored` (one tensor, or one expert of a stack, with an optional change of its rows or values) or one
+of the two gpt-oss forms, which interleave the gate and up rows that GGUF keeps apart.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from gguf.constants import GGMLQuantizationType
+
+from resin.models.loading.checkpoint import CheckpointError
+from resin.models.loading.gguf_header import GgufHeader
+
+
+class Change(Enum):
+    """What a stored tensor needs to become the Hugging Face one."""
+
+    NONE = "none"
+    UNPERMUTE_HEADS = "unpermute heads"  # rows of each head: interleaved rotary pairs -> halves
+    MINUS_ONE = "minus one"  # Gemma norms are stored as 1 + w
+    CONV_CHANNEL = "conv channel"  # [H, L] -> [H, 1, L]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    source: str
+    change: Change = Change.NONE
+    heads: int = 0  # for UNPERMUTE_HEADS
+    expert: int | None = None  # index into the first dimension of a stack
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The `_blocks` (or `_scales`) of a Hugging Face MXFP4 tensor; two sources interleave by row (gate, up)."""
+
+    sources: tuple[str, ...]
+    part: str  # "blocks" or "scales"
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExperts:
+    """Experts as floats; two sources interleave by row; weights `[E, rows, in]` are stored transposed by Hugging Face."""
+
+    sources: tuple[str, ...]
+    transposed: bool
+
+
+Rule = Stored | PackedExperts | PlainExperts
+
+_TOP_LEVEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = _ATTENTION | _MLP | {"ffn_norm": "post_attention_layernorm"}
+_GEMMA3 = (
+    _ATTENTION
+    | _MLP
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+_LFM2 = _ATTENTION | {
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate_inp": "feed_forward.gate",
+}
+_GPT_OSS = _ATTENTION | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+_LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "llama": _LLAMA,
+    "qwen3": _LLAMA,
+    "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
+    "gemma3_text": _GEMMA3,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "gpt_oss": _GPT_OSS,
+}
+# Stacked experts that Hugging Face stores one by one: GGUF name -> name of one expert's matrix.
+_SPLIT_EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "qwen3_moe": {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    "lfm2_moe": {
+        f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{hf_name}"
+        for name, hf_name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+}
+# Tensors that hold no weights of the model itself: they are read into the config, or not at all.
+_NOT_WEIGHTS = {"rope_freqs.weight"}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+
+
+def name_gguf_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Rule]:
+    """Returns Hugging Face name -> rule for every tensor of a file.
+
+    Raises:
+        CheckpointError: a tensor that the architecture does not have.
+    """
+    rules: dict[str, Rule] = {}
+    for name in header.tensors:
+        if name in _NOT_WEIGHTS:
+            continue
+        found = dict(_name_one(name, header, config))
+        if not found and not _is_gpt_oss_expert(name, config):
+            raise CheckpointError(header.location, f"is not known in a {config['model_type']} model", name)
+        rules.update(found)
+    if config["model_type"] == "gpt_oss":
+        for layer in range(config["num_hidden_layers"]):
+            rules.update(_gpt_oss_experts(layer, header))
+    return rules
+
+
+def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
+    model_type = config["model_type"]
+    is_gemma = model_type == "gemma3_text"
+    if model_type.startswith("lfm2") and name in ("token_embd_norm.weight", "output_norm.weight"):
+        yield "model.embedding_norm.weight", Stored(name)
+        return
+    if name in _TOP_LEVEL:
+        change = Change.MINUS_ONE if is_gemma and name == "output_norm.weight" else Change.NONE
+        yield _TOP_LEVEL[name], Stored(name, change)
+        return
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or int(match[1]) >= config["num_hidden_layers"]:
+        return
+    layer, kind, suffix = match.groups()
+    prefix = f"model.layers.{layer}."
+    if kind == "exp_probs_b" and model_type == "lfm2_moe":
+        yield prefix + "feed_forward.expert_bias", Stored(name)
+    elif kind == "attn_sinks" and model_type == "gpt_oss":
+        yield prefix + "self_attn.sinks", Stored(name)
+    elif kind in _SPLIT_EXPERTS.get(model_type, {}) and suffix == "weight":
+        for expert in range(header.tensors[name].shape[0]):
+            yield prefix + _SPLIT_EXPERTS[model_type][kind].format(expert) + ".weight", Stored(name, expert=expert)
+    elif kind in _LAYER_NAMES[model_type] and suffix is not None:
+        yield f"{prefix}{_LAYER_NAMES[model_type][kind]}.{suffix}", _layer_rule(name, kind, config)
+
+
+def _layer_rule(name: str, kind: str, config: Mapping[str, Any]) -> Stored:
+    if config["model_type"] == "llama" and kind in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
+        return Stored(name, Change.UNPERMUTE_HEADS, heads=heads)
+    if config["model_type"] == "gemma3_text" and kind.endswith("norm"):
+        return Stored(name, Change.MINUS_ONE)
+    if kind == "shortconv.conv":
+        return Stored(name, Change.CONV_CHANNEL)
+    return Stored(name)
+
+
+def _is_gpt_oss_expert(name: str, config: Mapping[str, Any]) -> bool:
+    if config["model_type"] != "gpt_oss":
+        return False
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)", name)
+    return match is not None and int(match[1]) < config["num_hidden_layers"]
+
+
+def _gpt_oss_experts(layer: int, header: GgufHeader) -> Iterator[tuple[str, Rule]]:
+    for hf_name, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        target = f"model.layers.{layer}.mlp.experts.{hf_name}"
+        for suffix in ("weight", "bias"):
+            sources = tuple(f"blk.{layer}.ffn_{kind}_exps.{suffix}" for kind in kinds)
+            for source in sources:
+                if source not in header.tensors:
+                    raise CheckpointError(header.location, "is missing", source)
+                if header.tensors[source].shape != header.tensors[sources[0]].shape:
+                    raise CheckpointError(header.location, f"differs in shape from {sources[0]}", source)
+            if suffix == "bias":
+                yield f"{target}_bias", PlainExperts(sources, transposed=False)
+            elif all(header.tensors[source].type == GGMLQuantizationType.MXFP4 for source in sources):
+                yield f"{target}_blocks", PackedExperts(sources, "blocks")
+                yield f"{target}_scales", PackedExperts(sources, "scales")
+            else:
+                yield target, PlainExperts(sources, transposed=True)
