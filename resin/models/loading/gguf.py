@@ -81,7 +81,9 @@ class GgufCheckpoint:
             tensor = tensors[rule.source]
             shape = tensor.shape if rule.expert is None else tensor.shape[1:]
             if rule.change is Change.UNPERMUTE_HEADS and shape[0] % (2 * rule.heads):
-                raise CheckpointError(self.location, f"{shape[0]} rows do not divide into {rule.heads} heads", tensor.name)
+                raise CheckpointError(
+                    self.location, f"{shape[0]} rows do not divide into {rule.heads} heads", tensor.name
+                )
             if rule.change is Change.CONV_CHANNEL:
                 shape = (shape[0], 1, shape[-1])
             return TensorInfo(shape, _FLOATS.get(tensor.type, np.dtype("<f4")).name)
@@ -92,7 +94,9 @@ class GgufCheckpoint:
         experts, rows = first.shape[0], first.shape[1] * len(rule.sources)
         if isinstance(rule, PackedExperts):
             groups = first.shape[2] // MXFP4_VALUES
-            return TensorInfo((experts, rows, groups, 16) if rule.part == "blocks" else (experts, rows, groups), "uint8")
+            return TensorInfo(
+                (experts, rows, groups, 16) if rule.part == "blocks" else (experts, rows, groups), "uint8"
+            )
         dtype = _FLOATS.get(first.type, np.dtype("<f4")).name
         return TensorInfo((experts, first.shape[2], rows) if rule.transposed else (experts, rows), dtype)
 

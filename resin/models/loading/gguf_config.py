@@ -36,7 +36,8 @@ class _Metadata:
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count or not all(isinstance(item, int) and item >= 0 for item in values):
             raise CheckpointError(
-                self.header.location, f"metadata {self.architecture}.{key} is not one integer for each of {count} layers"
+                self.header.location,
+                f"metadata {self.architecture}.{key} is not one integer for each of {count} layers",
             )
         return values
 
@@ -185,7 +186,9 @@ def _gemma3(metadata: _Metadata, config: Config) -> None:
     config |= {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_27b
+        else config["head_dim"],
         "sliding_window": int(metadata.number("attention.sliding_window")),
         "layer_types": [
             "sliding_attention" if (layer + 1) % _GEMMA3_PATTERN_LAYERS else "full_attention" for layer in range(layers)

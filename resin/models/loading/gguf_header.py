@@ -164,7 +164,11 @@ def _tensor_record(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _place_tensors(
-    records: list[tuple[str, tuple[int, ...], int, int]], data_start: int, alignment: int, file_bytes: int, location: str
+    records: list[tuple[str, tuple[int, ...], int, int]],
+    data_start: int,
+    alignment: int,
+    file_bytes: int,
+    location: str,
 ) -> dict[str, GgufTensor]:
     tensors: dict[str, GgufTensor] = {}
     for name, shape, code, offset in records:
