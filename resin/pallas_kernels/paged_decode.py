@@ -5,19 +5,293 @@ window admits; a sink adds exp(sinks[h]) to the denominator.
 
 Arena layout: `[num_pages, page_elements]`. A layer's keys are `[kv_heads, page_entries, head_dim]`, `key_row` rows of
 head_dim elements after the start of a page; its values likewise at `value_row`. Rows are addressed as
-`page * (page_elements / head_dim) + row`, which stays below 2^31 where element indices do not.
+`page * (page_elements / head_dim) + row`, which stays below 2^31 where element indices do not. Both offsets are
+operands, not constants, so that all layers of a model share one compiled kernel.
+
+Grid: (splits, kv_heads, B). A program packs the query heads of one KV head into the 16 rows that a tensor-core
+product needs and walks its share of the sequence's blocks with an online softmax; shares are cut from the actual
+length, so programs past the end stop at once. With more than one live split the programs leave float32 partials and
+the last to arrive (an atomic count for each sequence and KV head) combines them, which saves a kernel a layer.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from resin.pallas_kernels.tiles import LOG2E, MASKED, MIN_ROWS, load_rows, tile_dot
 
 # Tokens that the reference handles at once. 128 keeps a block of a 3 x 64 cache in the first-level cache of a CPU.
 REFERENCE_BLOCK_TOKENS = 128
 
-MASKED = -1e30  # finite, so that a fully masked block gives exp(0) weights that a later correction scales to zero
+COMBINE_SPLITS = 8  # partials that the combine loads at once: 8 x 4 x 128 floats are 32 registers a thread
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How the work is cut: tokens a block, most shares a sequence is cut into, warps and pipeline depth."""
+
+    block_tokens: int = 64
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def choose_decode_tiles(sequences: int, kv_heads: int, max_tokens: int, cores: int) -> DecodeTiles:
+    """Enough splits that the grid fills the GPU twice, none shorter than a block.
+
+    Args:
+        sequences: padded sequences B.
+        kv_heads: KV heads on this device.
+        max_tokens: longest sequence that the page rows can hold.
+        cores: multiprocessors of the GPU.
+    """
+    tiles = DecodeTiles()
+    fill = -(-2 * cores // (sequences * kv_heads))
+    return DecodeTiles(splits=max(1, min(fill, -(-max_tokens // tiles.block_tokens))))
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    arena: jax.Array,
+    page_indptr: jax.Array,
+    page_ids: jax.Array,
+    seq_lens: jax.Array,
+    first_position: jax.Array,
+    key_row: jax.Array | int,
+    value_row: jax.Array | int,
+    *,
+    kv_heads: int,
+    page_entries: int,
+    scale: float,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    softcap: float | None = None,
+    cores: int = 132,
+    tiles: DecodeTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of one query token a sequence to the sequence's pages.
+
+    Args:
+        q: `[B, H, D]`, H a multiple of kv_heads.
+        arena: `[num_pages, page_elements]` in q's dtype, or uint16 that holds bfloat16 bits.
+        page_indptr: int32 `[B + 1]`, the pages of sequence b are `page_ids[page_indptr[b]:page_indptr[b + 1]]`.
+        page_ids: int32 `[row_pages]`, chronological within a sequence.
+        seq_lens: int32 `[B]`, tokens of the sequence, the query's own included; 0 gives a row of zeros.
+        first_position: int32 `[B]`, position of the first entry of the sequence's first page.
+        key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
+        kv_heads, page_entries: the layer's KV heads on this device, entries a page.
+        scale: factor of q . k.
+        window: positions that a query sees, its own included; None sees all.
+        sinks: float32 `[H]` logits that take part in the softmax and carry no value.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        cores: multiprocessors of the GPU, which the number of splits follows.
+        tiles: overrides the choice of tiles.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        `[B, H, D]` in q's dtype.
+    """
+    sequences, heads, width = q.shape
+    if tiles is None:
+        tiles = choose_decode_tiles(sequences, kv_heads, page_ids.shape[0] * page_entries, cores)
+    spec = _Spec(
+        group=heads // kv_heads,
+        width=width,
+        page_entries=page_entries,
+        rows_per_page=arena.shape[1] // width,
+        scale=scale,
+        window=window,
+        has_sinks=sinks is not None,
+        softcap=softcap,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    operands = [q, arena.reshape(-1, width), page_indptr, page_ids, seq_lens, first_position, planes]
+    if sinks is not None:
+        operands.append(sinks.astype(jnp.float32))
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    aliases = {}
+    if tiles.splits > 1:
+        shares = (sequences, kv_heads, tiles.splits, spec.group_rows)
+        aliases = {len(operands): 3}
+        operands.append(jnp.zeros((sequences * kv_heads,), jnp.int32))
+        outputs += [
+            jax.ShapeDtypeStruct((*shares, width), jnp.float32),
+            jax.ShapeDtypeStruct((*shares, 2), jnp.float32),
+            jax.ShapeDtypeStruct((sequences * kv_heads,), jnp.int32),
+        ]
+    results = pl.pallas_call(
+        functools.partial(_decode_kernel, spec=spec),
+        grid=(tiles.splits, kv_heads, sequences),
+        out_shape=outputs,
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="paged_decode",
+    )(*operands)
+    return results[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Everything static about one call."""
+
+    group: int
+    width: int
+    page_entries: int
+    rows_per_page: int
+    scale: float
+    window: int | None
+    has_sinks: bool
+    softcap: float | None
+    tiles: DecodeTiles
+    interpret: bool
+
+    @property
+    def group_rows(self) -> int:
+        """Query heads of a KV head, rounded up to a power of two."""
+        return pl.next_power_of_2(self.group)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the products."""
+        return max(MIN_ROWS, self.group_rows)
+
+    @property
+    def columns(self) -> int:
+        """Head width, rounded up to a power of two."""
+        return pl.next_power_of_2(self.width)
+
+
+def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, planes_ref, *refs, spec: _Spec):
+    refs = list(refs)
+    sinks_ref = refs.pop(0) if spec.has_sinks else None
+    if spec.tiles.splits > 1:
+        refs.pop(0)  # the counters, aliased to the last output
+    block = spec.tiles.block_tokens
+    split, head, sequence = (pl.program_id(axis) for axis in range(3))
+    origin = first_ref[sequence]
+    entries = jnp.maximum(lens_ref[sequence] - origin, 0)
+    oldest = jnp.maximum(entries - spec.window, 0) if spec.window is not None else 0
+    start = oldest // block * block if spec.window is not None else 0
+    blocks = pl.cdiv(entries - start, block)
+    share = pl.cdiv(blocks, spec.tiles.splits)
+    live = jnp.maximum(pl.cdiv(blocks, jnp.maximum(share, 1)), 1)
+
+    @pl.when(split < live)
+    def _():
+        lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+        rows = jnp.arange(spec.rows, dtype=jnp.int32)
+        inside = (rows < spec.group)[:, None] & (lanes < spec.width)[None, :]
+        heads = head * spec.group + rows
+        q = plgpu.load(q_ref.at[sequence, heads[:, None], lanes[None, :]], mask=inside, other=0)
+        walk = functools.partial(
+            _attend_block, q, arena_ref, ids_ref, indptr_ref[sequence], planes_ref, head, start, oldest, entries, spec
+        )
+        top = jnp.full((spec.rows,), MASKED, jnp.float32)
+        total = jnp.zeros((spec.rows,), jnp.float32)
+        out = jnp.zeros((spec.rows, spec.columns), jnp.float32)
+        first_block = split * share
+        top, total, out = lax.fori_loop(
+            first_block, jnp.minimum(first_block + share, blocks), walk, (top, total, out)
+        )
+        if spec.tiles.splits == 1:
+            _store(refs[0], sinks_ref, sequence, head, top, total, out, spec)
+        else:
+            _leave_and_combine(refs, sinks_ref, sequence, head, split, live, top, total, out, spec)
+
+
+def _attend_block(q, arena_ref, ids_ref, row_first, planes_ref, head, start, oldest, entries, spec: _Spec, index, carry):
+    """One block of the online softmax: entries `start + index * block ...` of the sequence."""
+    top, total, out = carry
+    lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+    entry = start + index * spec.tiles.block_tokens + jnp.arange(spec.tiles.block_tokens, dtype=jnp.int32)
+    held = entry < entries
+    pages = plgpu.load(ids_ref.at[row_first + entry // spec.page_entries], mask=held, other=0)
+    rows = pages * spec.rows_per_page + head * spec.page_entries + entry % spec.page_entries
+    inside = held[:, None] & (lanes < spec.width)[None, :]
+    keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, q.dtype)
+    values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, q.dtype)
+    scores = tile_dot(q, keys, trans_b=True)
+    if spec.softcap is not None:
+        scores = spec.softcap * jnp.tanh(scores * (spec.scale / spec.softcap)) * LOG2E
+    else:
+        scores = scores * (spec.scale * LOG2E)
+    seen = held if spec.window is None else held & (entry >= oldest)
+    scores = jnp.where(seen[None, :], scores, MASKED)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_top[:, None])
+    keep = jnp.exp2(top - new_top)
+    total = total * keep + jnp.sum(weights, axis=1)
+    out = out * keep[:, None] + tile_dot(weights.astype(q.dtype), values)
+    return new_top, total, out
+
+
+def _store(out_ref, sinks_ref, sequence, head, top, total, out, spec: _Spec) -> None:
+    """Normalises `[rows, columns]` sums of one KV head and writes its query heads; no entries give zeros."""
+    rows = jnp.arange(out.shape[0], dtype=jnp.int32)
+    lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+    heads = head * spec.group + rows
+    if sinks_ref is not None:
+        sinks = plgpu.load(sinks_ref.at[heads], mask=rows < spec.group, other=0.0)
+        total = total + jnp.exp2(sinks * LOG2E - top)
+    out = out / jnp.where(total > 0, total, 1.0)[:, None]
+    inside = (rows < spec.group)[:, None] & (lanes < spec.width)[None, :]
+    plgpu.store(out_ref.at[sequence, heads[:, None], lanes[None, :]], out.astype(out_ref.dtype), mask=inside)
+
+
+def _leave_and_combine(refs, sinks_ref, sequence, head, split, live, top, total, out, spec: _Spec) -> None:
+    """Leaves this split's sums in the partial buffers; the last of `live` splits to arrive combines them all."""
+    out_ref, partial_ref, stats_ref, counter_ref = refs
+    rows = jnp.arange(spec.rows, dtype=jnp.int32)
+    lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+    real = rows < spec.group_rows
+    inside = real[:, None] & (lanes < spec.width)[None, :]
+    plgpu.store(partial_ref.at[sequence, head, split, rows[:, None], lanes[None, :]], out, mask=inside)
+    plgpu.store(stats_ref.at[sequence, head, split, rows, 0], top, mask=real)
+    plgpu.store(stats_ref.at[sequence, head, split, rows, 1], total, mask=real)
+    if not spec.interpret:
+        plgpu.debug_barrier()  # every thread's partials come before the count
+    place = sequence * pl.num_programs(1) + head
+    one = jnp.minimum(live, 1)  # a traced 1: the interpreter takes no constant here
+    arrived = plgpu.atomic_add(counter_ref, (place,), one)
+
+    @pl.when(arrived == live - 1)
+    def _():
+        combine = functools.partial(_combine_splits, partial_ref, stats_ref, sequence, head, live, spec)
+        top = jnp.full((spec.group_rows,), MASKED, jnp.float32)
+        total = jnp.zeros((spec.group_rows,), jnp.float32)
+        out = jnp.zeros((spec.group_rows, spec.columns), jnp.float32)
+        top, total, out = lax.fori_loop(0, pl.cdiv(live, COMBINE_SPLITS), combine, (top, total, out))
+        _store(out_ref, sinks_ref, sequence, head, top, total, out, spec)
+
+
+def _combine_splits(partial_ref, stats_ref, sequence, head, live, spec: _Spec, index, carry):
+    top, total, out = carry
+    split = index * COMBINE_SPLITS + jnp.arange(COMBINE_SPLITS, dtype=jnp.int32)
+    rows = jnp.arange(spec.group_rows, dtype=jnp.int32)
+    lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+    held = (split < live)[:, None] & (rows >= 0)[None, :]
+    at = (sequence, head, split[:, None], rows[None, :])
+    tops = plgpu.load(stats_ref.at[(*at, 0)], mask=held, other=MASKED)
+    totals = plgpu.load(stats_ref.at[(*at, 1)], mask=held, other=0.0)
+    inside = held[:, :, None] & (lanes < spec.width)[None, None, :]
+    at = (sequence, head, split[:, None, None], rows[None, :, None], lanes[None, None, :])
+    outs = plgpu.load(partial_ref.at[at], mask=inside, other=0.0)
+    new_top = jnp.maximum(top, jnp.max(tops, axis=0))
+    weights = jnp.exp2(tops - new_top[None, :])
+    keep = jnp.exp2(top - new_top)
+    total = total * keep + jnp.sum(totals * weights, axis=0)
+    return new_top, total, out * keep[:, None] + jnp.sum(outs * weights[:, :, None], axis=0)
 
 
 def paged_decode_attention_ref(

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from resin.pallas_kernels.paged_decode import MASKED, gather_pages
+from resin.pallas_kernels.paged_decode import gather_pages
+from resin.pallas_kernels.tiles import MASKED
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
