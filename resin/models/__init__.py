@@ -1,0 +1,1 @@
+"""Models: one Flax file each, on shared building blocks."""

@@ -1,0 +1,128 @@
+"""What a forward pass knows besides its weights: the tokens, the mesh, and how attention finds its keys.
+
+Blocks are written once against `Context`. `DenseContext` is one whole sequence without a cache; `paged.PagedContext`
+is a plan over the arena. T tokens, H query heads, K KV heads, D head size: all of one device.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from resin.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Where one attention layer keeps its keys and values, and how it attends.
+
+    Attributes:
+        group: cache group.
+        index: place of the layer within the group's planes.
+        kv_heads: KV heads of one device.
+        head_dim: values a head.
+        scale: factor on the scores.
+        window: keys that a query sees, itself included; None for all.
+        softcap: `softcap * tanh(score / softcap)`; None for no cap.
+        plane: the group's plane with rows `(index * 2 + (0 keys, 1 values)) * kv_heads + head`.
+    """
+
+    group: str
+    index: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    plane: str = "kv"
+
+
+class Context(abc.ABC):
+    """One forward pass at trace time.
+
+    Attributes:
+        token_ids: int32 [T].
+        positions: int32 [T].
+        tp: devices on the mesh axis "tp"; the pass runs inside a shard_map over it when above 1.
+    """
+
+    def __init__(self, token_ids: jax.Array, positions: jax.Array, tp: int = 1) -> None:
+        self.token_ids = token_ids
+        self.positions = positions
+        self.tp = tp
+        self._rotations: dict[Rope, tuple[jax.Array, jax.Array]] = {}
+
+    def rotation(self, rope: Rope) -> tuple[jax.Array, jax.Array]:
+        """cos and sin `[T, D/2]` of this pass, made once for all layers."""
+        if rope not in self._rotations:
+            self._rotations[rope] = rope.rotation(self.positions)
+        return self._rotations[rope]
+
+    def sum_tp(self, partial: jax.Array) -> jax.Array:
+        """Adds the devices' shares of a product whose inner dimension is cut."""
+        return lax.psum(partial, "tp") if self.tp > 1 else partial
+
+    def gather_tp(self, share: jax.Array) -> jax.Array:
+        """Joins the devices' shares of the last axis."""
+        return lax.all_gather(share, "tp", axis=share.ndim - 1, tiled=True) if self.tp > 1 else share
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Remembers the keys and values of these tokens, then attends causally.
+
+        Args:
+            layer: which layer this is.
+            query: [T, H, D], rotated.
+            key, value: [T, K, D], the key rotated.
+            sinks: [H] logits that only add to the denominator.
+
+        Returns:
+            [T, H, D].
+        """
+
+
+class DenseContext(Context):
+    """One whole sequence, nothing remembered: for training, goldens and tests."""
+
+    def __init__(self, token_ids: jax.Array, tp: int = 1) -> None:
+        super().__init__(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), tp)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        tokens, heads, width = query.shape
+        grouped = query.reshape(tokens, layer.kv_heads, heads // layer.kv_heads, width)
+        scores = jnp.einsum("tkgd,skd->kgts", grouped, key, preferred_element_type=jnp.float32) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * jnp.tanh(scores / layer.softcap)
+        distance = self.positions[:, None] - self.positions[None, :]
+        seen = distance >= 0
+        if layer.window is not None:
+            seen &= distance < layer.window
+        scores = jnp.where(seen, scores, -jnp.inf)
+        top = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            bias = sinks.astype(jnp.float32).reshape(layer.kv_heads, -1, 1, 1)
+            top = jnp.maximum(top, bias)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(bias - top)
+        weights = (weights / total).astype(value.dtype)
+        return jnp.einsum("kgts,skd->tkgd", weights, value).reshape(tokens, heads, width)

@@ -1,0 +1,90 @@
+"""Which model file computes a checkpoint: a table of model types, and "package.module:Name" for everything else."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from resin.models.context import Context, DenseContext
+from resin.models.declare import Placement
+from resin.plan import CacheGroup, InvalidRequest
+
+FAMILIES = {
+    "llama": "resin.models.llama:Llama",
+    "mistral": "resin.models.llama:Llama",
+    "qwen3": "resin.models.qwen3:Qwen3",
+}
+
+
+class ModelConfig(Protocol):
+    """What every model's Config offers to the rest of the library."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_tokens(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class Model(Protocol):
+    """A built model. The class also has `Config` (with `from_hf`), `cache_groups` and takes `(config, placement)`."""
+
+    def __call__(self, context: Context) -> jax.Array:
+        """Final hidden states `[T, hidden]`."""
+        ...
+
+    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
+        """float32 `[..., vocab]` of `[..., hidden]`."""
+        ...
+
+
+class ModelClass(Protocol):
+    """The class behind a model."""
+
+    Config: Any
+
+    def __call__(self, config: Any, placement: Placement) -> Any: ...
+
+    def cache_groups(self, config: Any, placement: Placement) -> tuple[CacheGroup, ...]:
+        """What the model keeps per token or sequence, as one device sees it."""
+        ...
+
+
+def find_model_class(config: Mapping[str, Any], name: str | None = None) -> ModelClass:
+    """The class for a checkpoint's config.
+
+    Args:
+        config: Hugging Face config with `model_type`.
+        name: "package.module:Name" overrides the table.
+
+    Raises:
+        InvalidRequest: no such module or class, or no family for the model type.
+    """
+    if name is None:
+        model_type = config.get("model_type")
+        if model_type not in FAMILIES:
+            raise InvalidRequest("model_type", model_type, f"one of {sorted(FAMILIES)}, or a model given by name")
+        name = FAMILIES[model_type]
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        raise InvalidRequest("model", name, "package.module:Name")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise InvalidRequest("model", name, "an importable module") from error
+    except AttributeError as error:
+        raise InvalidRequest("model", name, f"a class of {module_name}") from error
+
+
+def sequence_logits(model: Model, token_ids: jax.Array) -> jax.Array:
+    """float32 `[T, vocab]` of one whole sequence `[T]`, without a cache: what a trainer computes."""
+    context = DenseContext(token_ids)
+    return model.logits(context, model(context))
