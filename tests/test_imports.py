@@ -18,12 +18,13 @@ SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglo
 # "resin" stands for the modules right below resin/ (the Engine and what it reports).
 LAYERS: dict[str, set[str]] = {
     "resin.plan": set(),
+    "resin.settings": {"resin.plan"},
     "resin.sched": {"resin.plan"},
     "resin.pallas_kernels": {"resin.plan"},
-    "resin.models": {"resin.plan", "resin.pallas_kernels"},
-    "resin.recipes": {"resin.plan", "resin.models"},
-    "resin.runtime": {"resin.plan", "resin.models", "resin.pallas_kernels", "resin.recipes"},
-    "resin": {"resin.plan", "resin.sched"},
+    "resin.models": {"resin.plan", "resin.settings", "resin.pallas_kernels"},
+    "resin.recipes": {"resin.plan", "resin.settings", "resin.models"},
+    "resin.runtime": {"resin.plan", "resin.settings", "resin.models", "resin.pallas_kernels", "resin.recipes"},
+    "resin": {"resin.plan", "resin.settings", "resin.sched"},
 }
 EVERY_RESIN_LAYER = set(LAYERS)
 LAYERS["serve"] = EVERY_RESIN_LAYER
