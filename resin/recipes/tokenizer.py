@@ -1,7 +1,6 @@
 """Text to token ids and back, built from what a checkpoint carries: GGUF metadata or Hugging Face files."""
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
@@ -12,7 +11,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from resin.models.loading import CheckpointError
-from resin.models.loading.gguf_header import map_file, parse_gguf_header
+from resin.models.loading.directory import read_json_object
+from resin.models.loading.gguf_header import parse_gguf_header
+from resin.models.loading.mapped import map_file
 from resin.recipes.tokenizer_gguf import build_gguf_tokenizer
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -189,16 +190,7 @@ def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, or an empty one when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(path, "is not a JSON object")
-    return value
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:

@@ -73,7 +73,7 @@ def _build_byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     if kind is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise CheckpointError(vocabulary.location, f"pre-tokenizer {name!r} is not supported (supported: {known})")
-    merges = [tuple(merge.split(" ")) for merge in vocabulary.texts("merges")]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.texts("merges"))]
     tokenizer = _build_bpe(vocabulary, merges, ignore_merges=kind.ignore_merges)
     normalizer = kind.build_normalizer()
     if normalizer is not None:
@@ -99,7 +99,7 @@ def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _build_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, ...]], **options: Any) -> Tokenizer:
+def _build_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, **options))
     except Exception as error:  # the library raises bare Exception for a merge that is not in the vocabulary

@@ -12,8 +12,9 @@ from gguf.quants import dequantize
 
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
 from resin.models.loading.gguf_config import fit_llama3_rope, translate_gguf_config
-from resin.models.loading.gguf_header import GgufTensor, map_file, parse_gguf_header
+from resin.models.loading.gguf_header import GgufTensor, parse_gguf_header
 from resin.models.loading.gguf_names import Change, PackedExperts, PlainExperts, Rule, Stored, name_gguf_tensors
+from resin.models.loading.mapped import map_file
 from resin.models.loading.quantised import MXFP4_VALUES, dequantise_mxfp4, find_quantised, packed_parts
 
 _FLOATS: Mapping[GGMLQuantizationType, np.dtype[Any]] = {

@@ -26,7 +26,7 @@ class _Metadata:
         if isinstance(value, bool) or not isinstance(value, int | float):
             found = "is missing" if value is None else f"is {value!r}, expected a number"
             raise CheckpointError(self.header.location, f"metadata {self.architecture}.{key} {found}")
-        if isinstance(value, int) and value < 0 or value != value:
+        if value != value or (isinstance(value, int) and value < 0):
             raise CheckpointError(self.header.location, f"metadata {self.architecture}.{key} is {value!r}")
         return value
 
@@ -114,7 +114,8 @@ def fit_llama3_rope(divisors: np.ndarray, theta: float, original_positions: int 
     """Finds the llama3 scaling settings behind the per-frequency divisors that a GGUF file stores.
 
     With s the blend of unscaled and scaled frequency, 1/divisor = s + (1 - s)/factor, and s is a straight line in
-    1/wavelength: s = (original/wavelength - low)/(high - low). The fastest frequencies have divisor 1, the slowest `factor`.
+    1/wavelength: s = (original/wavelength - low)/(high - low). The fastest frequencies have divisor 1, the slowest
+    have divisor `factor`.
 
     Args:
         divisors: float `[head_dim / 2]`.

@@ -7,7 +7,6 @@ aligned, the tensor data. Everything is little-endian.
 import struct
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,16 +107,6 @@ class _Cursor:
     def _scalars(self, kind: int, count: int, what: str) -> list[Any]:
         dtype = np.dtype(_SCALARS[kind])
         return list(np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist())
-
-
-def map_file(path: Path) -> np.ndarray:
-    """Maps a file read-only; returns uint8 `[size]`."""
-    try:
-        if path.stat().st_size == 0:
-            raise CheckpointError(path, "the file is empty")
-        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be opened ({error.strerror or error})") from error
 
 
 def parse_gguf_header(data: np.ndarray, location: str) -> GgufHeader:

@@ -43,7 +43,7 @@ class PackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class PlainExperts:
-    """Experts as floats; two sources interleave by row; weights `[E, rows, in]` are stored transposed by Hugging Face."""
+    """Experts as floats; two sources interleave by row; Hugging Face stores weights `[E, rows, in]` transposed."""
 
     sources: tuple[str, ...]
     transposed: bool

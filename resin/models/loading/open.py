@@ -4,6 +4,7 @@ from os import PathLike
 from pathlib import Path
 
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError
+from resin.models.loading.directory import open_directory, open_file, read_json_object
 from resin.models.loading.gguf import GgufCheckpoint
 
 
@@ -11,12 +12,18 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
     """Opens weights on this machine.
 
     Args:
-        path: a GGUF file.
+        path: a Hugging Face directory, a `.safetensors` file with `config.json` beside it, or a `.gguf` file.
 
     Raises:
         CheckpointError: nothing there, a damaged file, or a form that is not supported.
     """
     path = Path(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.is_dir():
+        return open_directory(path)
+    if not path.is_file():
+        raise CheckpointError(path, "there is no such file or directory")
+    if path.suffix == ".gguf":
         return GgufCheckpoint(path)
-    raise CheckpointError(path, "is not a GGUF file")
+    if path.suffix == ".safetensors":
+        return open_file(path, read_json_object(path.parent / "config.json"))
+    raise CheckpointError(path, "is not a form of weights that is read here (.gguf, .safetensors, or a directory)")

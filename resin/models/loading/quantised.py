@@ -92,7 +92,8 @@ def check_packed(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[s
     if (values.dtype, scales.dtype) != ("uint8", "uint8"):
         return f"blocks and scales are {values.dtype} and {scales.dtype}, expected uint8"
     if values.shape[3] * 2 != MXFP4_VALUES or scales.shape != values.shape[:3]:
-        return f"blocks have shape {values.shape} and scales {scales.shape}, expected [E, rows, groups, 16] and [E, rows, groups]"
+        expected = "[E, rows, groups, 16] and [E, rows, groups]"
+        return f"blocks have shape {values.shape} and scales {scales.shape}, expected {expected}"
     return None
 
 
