@@ -73,10 +73,11 @@ def paged_decode_attention(
     window: int | None = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
+    counters: jax.Array | None = None,
     cores: int = 132,
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Attention of one query token a sequence to the sequence's pages.
 
     Args:
@@ -92,12 +93,14 @@ def paged_decode_attention(
         window: positions that a query sees, its own included; None sees all.
         sinks: float32 `[H]` logits that take part in the softmax and carry no value.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        counters: int32 `[at least B * kv_heads]` zeros, given back as zeros: pass the result to the next layer's call,
+            or None to have XLA clear new ones (one more kernel).
         cores: multiprocessors of the GPU, which the number of splits follows.
         tiles: overrides the choice of tiles.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
-        `[B, H, D]` in q's dtype.
+        `[B, H, D]` in q's dtype, and the counters.
     """
     sequences, heads, width = q.shape
     if tiles is None:
@@ -123,11 +126,13 @@ def paged_decode_attention(
     if tiles.splits > 1:
         shares = (sequences, kv_heads, tiles.splits, spec.group_rows)
         aliases = {len(operands): 3}
-        operands.append(jnp.zeros((sequences * kv_heads,), jnp.int32))
+        if counters is None:
+            counters = jnp.zeros((sequences * kv_heads,), jnp.int32)
+        operands.append(counters)
         outputs += [
             jax.ShapeDtypeStruct((*shares, width), jnp.float32),
             jax.ShapeDtypeStruct((*shares, 2), jnp.float32),
-            jax.ShapeDtypeStruct((sequences * kv_heads,), jnp.int32),
+            jax.ShapeDtypeStruct(counters.shape, jnp.int32),
         ]
     results = pl.pallas_call(
         functools.partial(_decode_kernel, spec=spec),
@@ -138,7 +143,7 @@ def paged_decode_attention(
         interpret=interpret,
         name="paged_decode",
     )(*operands)
-    return results[0]
+    return results[0], results[-1] if tiles.splits > 1 else counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +278,7 @@ def _leave_and_combine(refs, sinks_ref, sequence, head, split, live, top, total,
         out = jnp.zeros((spec.group_rows, spec.columns), jnp.float32)
         top, total, out = lax.fori_loop(0, pl.cdiv(live, COMBINE_SPLITS), combine, (top, total, out))
         _store(out_ref, sinks_ref, sequence, head, top, total, out, spec)
+        counter_ref[place] = 0
 
 
 def _combine_splits(partial_ref, stats_ref, sequence, head, live, spec: _Spec, index, carry):
@@ -310,7 +316,8 @@ def paged_decode_attention_ref(
     window: int | None = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
-) -> jax.Array:
+    counters: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """The same function in plain XLA, float32 inside; the product path on CPU.
 
     Loops over blocks of pages with a dynamic trip count and an online softmax, so one executable serves every length.
@@ -353,7 +360,7 @@ def paged_decode_attention_ref(
     if sinks is not None:
         total = total + jnp.exp(sinks.astype(jnp.float32).reshape(kv_heads, group) - top)
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.reshape(sequences, heads, width).astype(q.dtype)
+    return out.reshape(sequences, heads, width).astype(q.dtype), counters
 
 
 def gather_pages(

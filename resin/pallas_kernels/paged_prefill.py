@@ -4,23 +4,252 @@ Token t of sequence b (`query_indptr[b] <= t < query_indptr[b + 1]`) stands at p
 `seq_lens[b] - (query_indptr[b + 1] - t)` and attends to the positions up to its own that its window admits, all of
 which lie in the arena already (the chunk's own keys were appended before). Arena layout as in `paged_decode`.
 
-Work is cut into query tiles of a fixed size, each within one sequence; `tile_map` computes them from `query_indptr`.
+Work is cut into query tiles, each within one sequence; `tile_map` computes them from `query_indptr`. Grid:
+(tiles, kv_heads), the last tiles of the batch first because causal tiles grow towards the end. The rows of a tile
+are (token, query head of the KV head) pairs, so that all heads of a group share every load of keys and values, which
+is also one contiguous piece of q. Blocks that every row sees whole run without masks, before those on an edge.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.paged_decode import gather_pages
-from resin.pallas_kernels.tiles import MASKED
+from resin.pallas_kernels.tiles import LOG2E, MASKED, load_rows, tile_dot
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
 REFERENCE_BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """Rows (tokens x heads of a group) of a query tile, keys a block, warps and pipeline depth."""
+
+    rows: int = 128
+    block_tokens: int = 64
+    num_warps: int = 8
+    num_stages: int = 5
+
+
+def choose_prefill_tiles(tokens: int, group: int, width: int) -> PrefillTiles:
+    """Full tiles where there are rows for them.
+
+    Args:
+        tokens: padded tokens T.
+        group: query heads a KV head.
+        width: head size.
+    """
+    if tokens * group <= 64:
+        return PrefillTiles(rows=64, num_warps=4)
+    if width > 128:
+        return PrefillTiles(rows=64, block_tokens=32, num_warps=4)
+    return PrefillTiles()
+
+
+def paged_prefill_attention(
+    q: jax.Array,
+    arena: jax.Array,
+    page_indptr: jax.Array,
+    page_ids: jax.Array,
+    query_indptr: jax.Array,
+    seq_lens: jax.Array,
+    first_position: jax.Array,
+    key_row: jax.Array | int,
+    value_row: jax.Array | int,
+    *,
+    kv_heads: int,
+    page_entries: int,
+    scale: float,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    softcap: float | None = None,
+    tiles: PrefillTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of packed query tokens to the pages of their sequences.
+
+    Args:
+        q: `[T, H, D]`, tokens of all sequences one after another, H a multiple of kv_heads.
+        arena: `[num_pages, page_elements]` in q's dtype, or uint16 that holds bfloat16 bits.
+        page_indptr: int32 `[B + 1]`, the pages of sequence b are `page_ids[page_indptr[b]:page_indptr[b + 1]]`.
+        page_ids: int32 `[row_pages]`, chronological within a sequence.
+        query_indptr: int32 `[B + 1]`, the tokens of sequence b.
+        seq_lens: int32 `[B]`, tokens of the sequence, these included.
+        first_position: int32 `[B]`, position of the first entry of the sequence's first page.
+        key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
+        kv_heads, page_entries: the layer's KV heads on this device, entries a page.
+        scale: factor of q . k.
+        window: positions that a query sees, its own included; None sees all.
+        sinks: float32 `[H]` logits that take part in the softmax and carry no value.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        tiles: overrides the choice of tiles.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        `[T, H, D]` in q's dtype; rows of tokens that belong to no sequence are undefined.
+    """
+    tokens, heads, width = q.shape
+    group = heads // kv_heads
+    if tiles is None:
+        tiles = choose_prefill_tiles(tokens, group, width)
+    spec = _Spec(
+        group=group,
+        width=width,
+        page_entries=page_entries,
+        rows_per_page=arena.shape[1] // width,
+        scale=scale,
+        window=window,
+        has_sinks=sinks is not None,
+        softcap=softcap,
+        tiles=tiles,
+    )
+    tiling = tile_map(query_indptr, tokens, spec.tile_tokens)
+    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    operands = [q, arena.reshape(-1, width), page_indptr, page_ids, query_indptr, seq_lens, first_position, planes]
+    operands += [tiling.count.reshape(1), tiling.sequence, tiling.start]
+    if sinks is not None:
+        operands.append(sinks.astype(jnp.float32))
+    return pl.pallas_call(
+        functools.partial(_prefill_kernel, spec=spec),
+        grid=(tiling.start.shape[0], kv_heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="paged_prefill",
+    )(*operands)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Everything static about one call."""
+
+    group: int
+    width: int
+    page_entries: int
+    rows_per_page: int
+    scale: float
+    window: int | None
+    has_sinks: bool
+    softcap: float | None
+    tiles: PrefillTiles
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a query tile."""
+        return self.tiles.rows // self.group
+
+    @property
+    def columns(self) -> int:
+        """Head width, rounded up to a power of two."""
+        return pl.next_power_of_2(self.width)
+
+
+class _Tile(NamedTuple):
+    """One query tile inside the kernel. Entries count from the sequence's first page."""
+
+    row_first: jax.Array  # the sequence's first page row
+    head: jax.Array  # KV head
+    entry: jax.Array  # [rows], the entry each row stands at
+    entries: jax.Array  # entries that any row sees, from 0
+
+
+def _prefill_kernel(
+    q_ref, arena_ref, indptr_ref, ids_ref, query_ref, lens_ref, first_ref, planes_ref, count_ref, sequence_ref, start_ref,
+    *refs, spec: _Spec,
+):  # fmt: skip
+    sinks_ref = refs[0] if spec.has_sinks else None
+    out_ref = refs[-1]
+    index, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+
+    @pl.when(index < count_ref[0])
+    def _():
+        sequence, start = sequence_ref[index], start_ref[index]
+        query_end = query_ref[sequence + 1]
+        # Token t stands at entry t + shift.
+        shift = lens_ref[sequence] - query_end - first_ref[sequence]
+        rows = jnp.arange(spec.tiles.rows, dtype=jnp.int32)
+        lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+        token = start + rows // spec.group
+        heads = head * spec.group + rows % spec.group
+        live = (rows < spec.tile_tokens * spec.group) & (token < query_end)
+        inside = live[:, None] & (lanes < spec.width)[None, :]
+        q = plgpu.load(q_ref.at[token[:, None], heads[:, None], lanes[None, :]], mask=inside, other=0)
+        entries = jnp.minimum(start + spec.tile_tokens, query_end) + shift
+        tile = _Tile(indptr_ref[sequence], head, token + shift, entries)
+        top, total, out = _attend(q, arena_ref, ids_ref, planes_ref, tile, start + shift, spec)
+        if sinks_ref is not None:
+            sinks = plgpu.load(sinks_ref.at[heads], mask=live, other=0.0)
+            total = total + jnp.exp2(sinks * LOG2E - top)
+        out = out / jnp.where(total > 0, total, 1.0)[:, None]
+        plgpu.store(out_ref.at[token[:, None], heads[:, None], lanes[None, :]], out.astype(out_ref.dtype), mask=inside)
+
+
+def _attend(q, arena_ref, ids_ref, planes_ref, tile: _Tile, first_entry, spec: _Spec):
+    """The online softmax over all blocks that the tile sees; its first row stands at `first_entry`."""
+    block = spec.tiles.block_tokens
+    carry = (
+        jnp.full((spec.tiles.rows,), MASKED, jnp.float32),
+        jnp.zeros((spec.tiles.rows,), jnp.float32),
+        jnp.zeros((spec.tiles.rows, spec.columns), jnp.float32),
+    )
+    walk = functools.partial(_attend_block, q, arena_ref, ids_ref, planes_ref, tile, spec)
+    whole_end = (first_entry + 1) // block
+    end = pl.cdiv(tile.entries, block)
+    begin = 0
+    if spec.window is not None:
+        begin = jnp.maximum(first_entry - spec.window + 1, 0) // block
+        # Blocks from here on lie within the window of the last row, and so of every row.
+        inner = pl.cdiv(jnp.maximum(first_entry + spec.tile_tokens - spec.window, 0), block)
+        inner = jnp.clip(inner, begin, end)
+        whole_end = jnp.maximum(whole_end, inner)
+        carry = lax.fori_loop(begin, inner, functools.partial(walk, True), carry)
+        begin = inner
+    carry = lax.fori_loop(begin, whole_end, functools.partial(walk, False), carry)
+    return lax.fori_loop(whole_end, end, functools.partial(walk, True), carry)
+
+
+def _attend_block(q, arena_ref, ids_ref, planes_ref, tile: _Tile, spec: _Spec, edge: bool, index, carry):
+    """One block of the online softmax; `edge` blocks hold entries that some row must not see."""
+    top, total, out = carry
+    lanes = jnp.arange(spec.columns, dtype=jnp.int32)
+    entry = index * spec.tiles.block_tokens + jnp.arange(spec.tiles.block_tokens, dtype=jnp.int32)
+    held = entry < tile.entries
+    pages = plgpu.load(
+        ids_ref.at[tile.row_first + entry // spec.page_entries],
+        mask=held if edge else None,
+        other=0 if edge else None,
+    )
+    rows = pages * spec.rows_per_page + tile.head * spec.page_entries + entry % spec.page_entries
+    inside = None
+    if edge or spec.columns != spec.width:
+        inside = (lanes < spec.width)[None, :] & (held[:, None] if edge else (entry >= 0)[:, None])
+    keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, q.dtype)
+    values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, q.dtype)
+    scores = tile_dot(q, keys, trans_b=True)
+    factor = spec.scale * LOG2E
+    if spec.softcap is not None:
+        scores = jnp.tanh(scores * (spec.scale / spec.softcap))
+        factor = spec.softcap * LOG2E
+    if edge:
+        seen = entry[None, :] <= tile.entry[:, None]
+        if spec.window is not None:
+            seen &= entry[None, :] > tile.entry[:, None] - spec.window
+        scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+    weights = jnp.exp2(scores * factor - new_top[:, None])
+    keep = jnp.exp2(top - new_top)
+    total = total * keep + jnp.sum(weights, axis=1)
+    out = out * keep[:, None] + tile_dot(weights.astype(q.dtype), values)
+    return new_top, total, out
 
 
 class TileMap(NamedTuple):
