@@ -1,0 +1,257 @@
+"""Dense products of few rows (M <= 64) with a normalisation before and an activation or residual after.
+
+y = f(rmsnorm(x) @ W) or residual + rmsnorm(x) @ W, with W `[K, N]` read once. The norm costs no pass of its own:
+rmsnorm(x) @ W = ((x * g) @ W) / rms(x), so each program scales x by g on the way in, sums x^2 beside the product, and
+divides at the end. A gated pair reads the gate columns `[:, :N/2]` and the up columns `[:, N/2:]` of one fused weight
+in the same program.
+
+Grid: (N / block_columns, splits). Such products are bound by the bytes of W: narrow column blocks spread W over all
+multiprocessors, and the pipeline keeps `num_stages` tiles of it in flight. Where even narrow blocks leave
+multiprocessors idle, K is split and the last program to arrive (an atomic count for each column block) adds the parts
+up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
+
+Gate = Literal["silu", "gelu_tanh"]
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTiles:
+    """How the work is cut: columns and inner values a tile, shares of K, warps and pipeline depth."""
+
+    block_columns: int = 32
+    block_inner: int = 128
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 5
+
+
+def dense_small(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    gate: Gate | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    counters: jax.Array | None = None,
+    tiles: DenseTiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`residual + gate(rmsnorm(x) @ weight)` for at most 64 rows.
+
+    Args:
+        x: `[M, K]`.
+        weight: `[K, N]` in x's dtype; with `gate`, gate columns then up columns.
+        norm: `[K]` weight of the RMSNorm before the product; None for no norm.
+        eps: added to the mean square.
+        gate: activation of the gate half: the result is `activation(gate) * up`, `[M, N / 2]`.
+        residual: `[M, N]` added to the result.
+        out_dtype: dtype of the result; None for x's.
+        counters: int32 zeros, at least one a column block, given back as zeros; None has XLA clear new ones.
+        tiles: overrides the choice of tiles.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        `[M, N]` or, gated, `[M, N / 2]`, and the counters.
+    """
+    rows, inner = x.shape
+    columns = weight.shape[1] // (2 if gate else 1)
+    tiles = tiles or choose_dense_tiles(rows, inner, columns, gated=gate is not None)
+    spec = _Spec(
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        has_norm=norm is not None,
+        eps=eps,
+        gate=gate,
+        has_residual=residual is not None,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    operands = [x, weight, *([norm] if norm is not None else []), *([residual] if residual is not None else [])]
+    outputs = [jax.ShapeDtypeStruct((rows, columns), out_dtype or x.dtype)]
+    aliases = {}
+    if tiles.splits > 1:
+        if counters is None:
+            counters = jnp.zeros((spec.column_blocks,), jnp.int32)
+        aliases = {len(operands): 3}
+        operands.append(counters)
+        outputs += [
+            jax.ShapeDtypeStruct((tiles.splits, spec.parts, spec.row_tile, columns), jnp.float32),
+            jax.ShapeDtypeStruct((tiles.splits, spec.column_blocks, spec.row_tile), jnp.float32),
+            jax.ShapeDtypeStruct(counters.shape, jnp.int32),
+        ]
+    results = pl.pallas_call(
+        functools.partial(_dense_kernel, spec=spec),
+        grid=(spec.column_blocks, tiles.splits),
+        out_shape=outputs,
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="dense_small",
+    )(*operands)
+    return results[0], results[-1] if tiles.splits > 1 else counters
+
+
+def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool) -> DenseTiles:
+    """Narrow column blocks for narrow products; wider ones where they still fill the GPU."""
+    del rows, inner, columns, gated
+    return DenseTiles()
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Everything static about one call."""
+
+    rows: int
+    inner: int
+    columns: int
+    has_norm: bool
+    eps: float
+    gate: Gate | None
+    has_residual: bool
+    tiles: DenseTiles
+    interpret: bool
+
+    @property
+    def row_tile(self) -> int:
+        return max(MIN_ROWS, pl.next_power_of_2(self.rows))
+
+    @property
+    def parts(self) -> int:
+        """Products a program makes: gate and up, or one."""
+        return 2 if self.gate else 1
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.columns // self.tiles.block_columns)
+
+
+def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
+    refs = list(refs)
+    norm_ref = refs.pop(0) if spec.has_norm else None
+    residual_ref = refs.pop(0) if spec.has_residual else None
+    column_block, split = pl.program_id(0), pl.program_id(1)
+    column = column_block * spec.tiles.block_columns + jnp.arange(spec.tiles.block_columns, dtype=jnp.int32)
+    steps = pl.cdiv(pl.cdiv(spec.inner, spec.tiles.block_inner), spec.tiles.splits)
+    walk = functools.partial(_inner_step, x_ref, weight_ref, norm_ref, column, split * steps, spec)
+    sums = tuple(jnp.zeros((spec.row_tile, spec.tiles.block_columns), jnp.float32) for _ in range(spec.parts))
+    squares, *sums = lax.fori_loop(0, steps, walk, (jnp.zeros((spec.row_tile,), jnp.float32), *sums))
+    if spec.tiles.splits == 1:
+        _finish(refs[-1], residual_ref, column, squares, sums, spec)
+        return
+    out_ref, parts_ref, squares_ref, counter_ref = refs[1:]
+    row = jnp.arange(spec.row_tile, dtype=jnp.int32)
+    inside = (row >= 0)[:, None] & (column < spec.columns)[None, :]
+    for part, total in enumerate(sums):
+        plgpu.store(parts_ref.at[split, part, row[:, None], column[None, :]], total, mask=inside)
+    plgpu.store(squares_ref.at[split, column_block, row], squares)
+    if not spec.interpret:
+        plgpu.debug_barrier()  # every thread's parts come before the count
+    arrived = plgpu.atomic_add(counter_ref, (column_block,), jnp.minimum(split + 1, 1))
+
+    @pl.when(arrived == spec.tiles.splits - 1)
+    def _():
+        def add(index, carry):
+            squares, *sums = carry
+            squares = squares + plgpu.load(squares_ref.at[index, column_block, row])
+            parts = [
+                plgpu.load(parts_ref.at[index, part, row[:, None], column[None, :]], mask=inside, other=0.0)
+                for part in range(spec.parts)
+            ]
+            return squares, *(total + part for total, part in zip(sums, parts, strict=True))
+
+        zeros = (jnp.zeros_like(squares), *(jnp.zeros_like(total) for total in sums))
+        all_squares, *all_sums = lax.fori_loop(0, spec.tiles.splits, add, zeros)
+        _finish(out_ref, residual_ref, column, all_squares, all_sums, spec)
+        counter_ref[column_block] = 0
+
+
+def _inner_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, index, carry):
+    """Adds one `[row_tile, block_inner] @ [block_inner, block_columns]` product a part."""
+    squares, *sums = carry
+    row = jnp.arange(spec.row_tile, dtype=jnp.int32)
+    inner = (first_step + index) * spec.tiles.block_inner + jnp.arange(spec.tiles.block_inner, dtype=jnp.int32)
+    whole = spec.inner % (spec.tiles.block_inner * spec.tiles.splits) == 0
+    held = jnp.full(inner.shape, True) if whole else inner < spec.inner
+    x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=(row < spec.rows)[:, None] & held[None, :], other=0)
+    if norm_ref is not None:
+        wide = x.astype(jnp.float32)
+        squares = squares + jnp.sum(wide * wide, axis=1)
+        scale = plgpu.load(norm_ref.at[inner], mask=held, other=0).astype(jnp.float32)
+        x = (wide * scale[None, :]).astype(x.dtype)
+    mask = held[:, None] & (column < spec.columns)[None, :]
+    if whole and spec.columns % spec.tiles.block_columns == 0:
+        mask = None
+    other = None if mask is None else 0
+    for part in range(spec.parts):
+        at = (inner[:, None], part * spec.columns + column[None, :])
+        sums[part] = sums[part] + tile_dot(x, plgpu.load(weight_ref.at[at], mask=mask, other=other))
+    return squares, *sums
+
+
+def _finish(out_ref, residual_ref, column, squares, sums, spec: _Spec) -> None:
+    """Norm factor, activation, residual, store."""
+    if spec.has_norm:
+        factor = lax.rsqrt(squares / spec.inner + spec.eps)[:, None]
+        sums = [total * factor for total in sums]
+    out = sums[0]
+    if spec.gate is not None:
+        out = activate(spec.gate, out) * sums[1]
+    row = jnp.arange(spec.row_tile, dtype=jnp.int32)
+    inside = (row < spec.rows)[:, None] & (column < spec.columns)[None, :]
+    at = (row[:, None], column[None, :])
+    if residual_ref is not None:
+        out = out + plgpu.load(residual_ref.at[at], mask=inside, other=0).astype(jnp.float32)
+    plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
+
+
+def activate(gate: Gate, x: jax.Array) -> jax.Array:
+    """The named activation."""
+    if gate == "silu":
+        return x / (1.0 + jnp.exp(-x))
+    return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def dense_small_ref(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    gate: Gate | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    counters: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The same function in plain XLA: float32 sums, x normalised in x's dtype. Arguments as in `dense_small`."""
+    out_dtype = out_dtype or x.dtype
+    if norm is not None:
+        wide = x.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+        x = (wide * norm.astype(jnp.float32)).astype(x.dtype)
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = jnp.dot(x, weight, precision=exact, preferred_element_type=jnp.float32)
+    if gate is not None:
+        first, second = jnp.split(out, 2, axis=-1)
+        out = activate(gate, first) * second
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
+    return out.astype(out_dtype), counters
