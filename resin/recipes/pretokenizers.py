@@ -50,7 +50,7 @@ PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(single_digits=True),
     "llama-bpe": PreTokenizer(_LLAMA3, ignore_merges=True),
-    "lfm2": PreTokenizer(_LLAMA3, ignore_merges=True),
+    "lfm2": PreTokenizer(_LLAMA3),
     "qwen2": PreTokenizer(_QWEN2, nfc=True),
     "gpt-4o": PreTokenizer(_GPT4O, ignore_merges=True),
 }
