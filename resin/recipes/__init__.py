@@ -1,0 +1,27 @@
+"""Conversation formats: typed messages to token ids, and token ids to typed deltas."""
+
+from resin.recipes.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from resin.recipes.messages import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
+from resin.recipes.recipe import Parser, Recipe, Tokenizer
+from resin.recipes.registry import NATIVE_RECIPES, find_recipe, get_native_recipe
+
+__all__ = [
+    "NATIVE_RECIPES",
+    "Block",
+    "Delta",
+    "Message",
+    "Parser",
+    "Reasoning",
+    "ReasoningDelta",
+    "Recipe",
+    "Role",
+    "Text",
+    "TextDelta",
+    "Tokenizer",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolResult",
+    "find_recipe",
+    "get_native_recipe",
+]

@@ -1,0 +1,105 @@
+"""LFM2 and LFM2.5: ChatML turns with Python-style tool calls; LFM2.5 may reason in `<think>` tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from resin.recipes.calls import Call, dump_json, parsed_arguments, read_json_calls, read_python_calls
+from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
+from resin.recipes.recipe import Parser, Tokenizer
+from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
+from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
+
+
+def _read_calls(text: str) -> list[Call] | None:
+    return read_python_calls(text) or read_json_calls(text)
+
+
+_TAGS = Tags(
+    reasoning=("<think>", "</think>"),
+    tool_call=("<|tool_call_start|>", "<|tool_call_end|>"),
+    read_calls=_read_calls,
+)
+
+
+class Lfm2Recipe:
+    """Tag tokens around the tool list and results are used where the vocabulary has them (LFM2, not LFM2.5)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        names = ("<|startoftext|>", "<|im_start|>", "<|im_end|>")
+        self._bos, self._start, self._end = require_tokens(tokenizer, "lfm2", names)
+        self._plain = PlainText(tokenizer, [tag for tag in _TAGS.all() if atomic_id(tokenizer, tag) is not None])
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_ids(self._tokenizer, "<|im_end|>", "<|endoftext|>")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        script = Script(self._plain).control(self._bos)
+        turns = separate_results(messages)
+        system = turns.pop(0).text if turns and turns[0].role in (Role.SYSTEM, Role.DEVELOPER) else ""
+        if system or tools:
+            self._open(script, "system").text(system)
+            if tools:
+                offers = ", ".join(dump_json(tool.to_function()["function"]) for tool in tools)
+                script.text("\n" if system else "", "List of tools: ")
+                self._in_tags(script, "tool_list", f"[{offers}]")
+            self._close(script)
+        for turn in turns:
+            role = Role.SYSTEM if turn.role is Role.DEVELOPER else turn.role
+            self._open(script, role.value)
+            if turn.role is Role.TOOL:
+                for result in turn.tool_results:
+                    self._in_tags(script, "tool_response", result.text)
+            elif turn.tool_calls:
+                calls = ", ".join(_python_call(call) for call in turn.tool_calls)
+                self._in_tags(script, "tool_call", f"[{calls}]").text(turn.text)
+            else:
+                script.text(turn.text)
+            self._close(script)
+        if add_generation_prompt:
+            self._open(script, "assistant")
+        return script.ids()
+
+    def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
+        inside = opens_reasoning(self._tokenizer, _TAGS, prompt_ids)
+        return TaggedParser(self._tokenizer, _TAGS, prompt_ids, starts_in_reasoning=inside)
+
+    def _open(self, script: Script, role: str) -> Script:
+        return script.control(self._start).text(role, "\n")
+
+    def _close(self, script: Script) -> None:
+        script.control(self._end).text("\n")
+
+    def _in_tags(self, script: Script, tag: str, text: str) -> Script:
+        opening, closing = (self._tokenizer.token_to_id(f"<|{tag}_{side}|>") for side in ("start", "end"))
+        if opening is None or closing is None:
+            return script.text(text)
+        return script.control(opening).text(text).control(closing)
+
+
+def _python_call(call: ToolCall) -> str:
+    arguments = parsed_arguments(call.arguments)
+    if isinstance(arguments, str):
+        return f"{call.name}({arguments})"
+    return f"{call.name}({', '.join(f'{key}={_literal(value)}' for key, value in arguments.items())})"
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Python writes it, strings in double quotes."""
+    if isinstance(value, str):
+        return dump_json(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
+    return repr(value)
