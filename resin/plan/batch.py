@@ -5,10 +5,27 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from resin.plan.buckets import Bucket, Phase
+from resin.plan.cache import StateGroup
+
+if TYPE_CHECKING:
+    from resin.plan.runner import RunnerConfig
+
+SAMPLING_COLUMNS = (
+    "top_k",
+    "seed_low",
+    "seed_high",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 class RowFlag(enum.IntFlag):
@@ -112,3 +129,58 @@ class BatchPlan:
     def emits(self) -> np.ndarray:
         """bool [num_sequences]: rows that produce tokens."""
         return (self.row_flags[: self.num_sequences] & RowFlag.EMIT) != 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if a row asks for the logprobs of its sampled token."""
+        return bool((self.row_flags[: self.num_sequences] & RowFlag.LOGPROBS).any())
+
+
+def plan_from_columns(
+    config: RunnerConfig,
+    bucket: Bucket,
+    buffer: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+    *,
+    step: int,
+    slot_loads: tuple[SlotLoad, ...] = (),
+    allowed_masks: np.ndarray | None = None,
+    request_ids: tuple[int, ...] = (),
+) -> BatchPlan:
+    """The BatchPlan over a filled buffer's columns: how the planner, recordings and tests make one.
+
+    Args:
+        columns: `plan_layout(bucket, config.groups, config.geometry).views(buffer)`.
+    """
+    groups = []
+    for group, fill in zip(config.groups, config.geometry.groups, strict=True):
+        name = group.name
+        if isinstance(group, StateGroup):
+            shape = (bucket.sequences, fill.pages_per_state)
+            pages = [columns[f"{side}_pages:{name}"].reshape(shape) for side in ("input", "output")]
+            groups.append(CacheGroupPlan(name, input_pages=pages[0], output_pages=pages[1]))
+        else:
+            fields = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
+            groups.append(CacheGroupPlan(name, *(columns[f"{field}:{name}"] for field in fields)))
+    sequences, tokens, _, top_logprobs = columns["header"].tolist()
+    return BatchPlan(
+        step=step,
+        phase=bucket.phase,
+        bucket=bucket,
+        num_sequences=sequences,
+        num_tokens=tokens,
+        buffer=buffer,
+        token_ids=columns["token_ids"],
+        positions=columns["positions"],
+        query_indptr=columns["query_indptr"],
+        seq_lens=columns["seq_lens"],
+        slots=columns["slots"],
+        row_flags=columns["row_flags"],
+        next_token=columns["next_token"],
+        groups=tuple(groups),
+        sampling={name: columns[name] for name in SAMPLING_COLUMNS},
+        slot_loads=slot_loads,
+        allowed_masks=allowed_masks,
+        top_logprobs=top_logprobs,
+        request_ids=request_ids,
+    )

@@ -133,7 +133,9 @@ def plan_geometry(groups: Sequence[CacheGroup], *, arena_dtype: str, page_tokens
     if not groups:
         return CacheGeometry(page_bytes=0, groups=(), align_tokens=1, checkpoint_tokens=1)
     # Every plane of every group must start on a whole vector, so that rows can be addressed by one index.
-    unit = math.lcm(*(plane.vector_bytes(arena_dtype) for group in groups for plane in group.planes), ITEMSIZE[arena_dtype])
+    unit = math.lcm(
+        *(plane.vector_bytes(arena_dtype) for group in groups for plane in group.planes), ITEMSIZE[arena_dtype]
+    )
     best: tuple[float, int, CacheGeometry] | None = None
     for page_bytes in _candidates(groups, arena_dtype, page_tokens, unit):
         for power_of_two in (False, True):
@@ -158,7 +160,9 @@ def _check_group(group: CacheGroup) -> None:
         raise InvalidRequest(f"{group.name}.planes", group.planes, "at least one plane")
     for plane in group.planes:
         if plane.rows < 1 or plane.width < 1:
-            raise InvalidRequest(f"{group.name}.{plane.name}", (plane.rows, plane.width), "rows and width of at least 1")
+            raise InvalidRequest(
+                f"{group.name}.{plane.name}", (plane.rows, plane.width), "rows and width of at least 1"
+            )
         if plane.dtype is not None and plane.dtype not in ITEMSIZE:
             raise InvalidRequest(f"{group.name}.{plane.name}.dtype", plane.dtype, f"one of {sorted(ITEMSIZE)}")
     if not isinstance(group, StateGroup) and group.tokens_per_entry < 1:
@@ -184,9 +188,7 @@ def _candidates(groups: Sequence[CacheGroup], arena_dtype: str, page_tokens: int
     return sorted(sizes)
 
 
-def _fill(
-    groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int, power_of_two: bool
-) -> CacheGeometry | None:
+def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int, power_of_two: bool) -> CacheGeometry | None:
     filled: list[GroupGeometry] = []
     for group in groups:
         size = entry_bytes(group, arena_dtype)
@@ -201,8 +203,9 @@ def _fill(
         if power_of_two:
             entries = 1 << (entries.bit_length() - 1)
         filled.append(GroupGeometry(entries, entries * group.tokens_per_entry, 0, 1 - entries * size / page_bytes))
-    align = math.lcm(*(geometry.span_tokens or 1 for geometry in filled))
+    spans = [geometry.span_tokens for geometry in filled if geometry.span_tokens]
     spacings = [group.checkpoint_tokens for group in groups if isinstance(group, StateGroup)]
+    align = math.lcm(*spans) if spans else max(spacings)
     checkpoint = -(-max(spacings) // align) * align if spacings else align
     return CacheGeometry(page_bytes, tuple(filled), align, checkpoint)
 

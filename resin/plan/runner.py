@@ -42,7 +42,9 @@ class RunnerConfig:
             if getattr(self, name) < low:
                 raise InvalidRequest(name, getattr(self, name), f"at least {low}")
         if len(self.geometry.groups) != len(self.groups):
-            raise InvalidRequest("geometry", len(self.geometry.groups), f"one entry for each of {len(self.groups)} groups")
+            raise InvalidRequest(
+                "geometry", len(self.geometry.groups), f"one entry for each of {len(self.groups)} groups"
+            )
         if self.buckets and {bucket.phase for bucket in self.buckets} != {Phase.PREFILL, Phase.DECODE}:
             raise InvalidRequest("buckets", self.buckets, "at least one prefill and one decode bucket")
 
@@ -65,7 +67,7 @@ class Runner(Protocol):
     """The minimal runner: one method, NumPy only.
 
     Everything else is optional and discovered once, when the Engine is built:
-    `config: RunnerConfig`; `free_pages() -> int`, pages that fit device memory; `bind(arena: ArenaSpec)`, called once;
+    `config: RunnerConfig`; `free_pages() -> int`, pages that fit memory; `bind(arena: ArenaSpec)`, called once;
     `accept(plan)`, which may raise PlanRejected while nothing has happened yet; `observations() -> Mapping[str, float]`,
     exported as metrics; and the two methods of OverlapRunner.
     """

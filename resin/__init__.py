@@ -1,0 +1,67 @@
+"""Resin: building blocks for LLM inference in JAX. Importing this package imports no jax."""
+
+from resin.engine import Engine, EngineFailed
+from resin.events import Event, FinishedEvent, TokenRow, TokensEvent
+from resin.plan import (
+    ArenaSpec,
+    BatchPlan,
+    Bucket,
+    CacheGeometry,
+    CacheGroup,
+    CacheGroupPlan,
+    ForwardOutput,
+    HistoryGroup,
+    InvalidRequest,
+    OverlapRunner,
+    Phase,
+    Plane,
+    PlanRejected,
+    ResinError,
+    RowFlag,
+    Runner,
+    RunnerConfig,
+    SamplingParams,
+    SlotLoad,
+    StateGroup,
+    WindowGroup,
+    plan_geometry,
+)
+from resin.sched.prefix import PrefixAudit
+from resin.sched.request import FinishReason, Request, RequestFailed
+from resin.sched.scheduler import Policy
+
+__all__ = [
+    "ArenaSpec",
+    "BatchPlan",
+    "Bucket",
+    "CacheGeometry",
+    "CacheGroup",
+    "CacheGroupPlan",
+    "Engine",
+    "EngineFailed",
+    "Event",
+    "FinishReason",
+    "FinishedEvent",
+    "ForwardOutput",
+    "HistoryGroup",
+    "InvalidRequest",
+    "OverlapRunner",
+    "Phase",
+    "PlanRejected",
+    "Plane",
+    "Policy",
+    "PrefixAudit",
+    "Request",
+    "RequestFailed",
+    "ResinError",
+    "RowFlag",
+    "Runner",
+    "RunnerConfig",
+    "SamplingParams",
+    "SlotLoad",
+    "StateGroup",
+    "TokenRow",
+    "TokensEvent",
+    "WindowGroup",
+    "plan_geometry",
+]

@@ -1,0 +1,360 @@
+"""The Engine: requests in, events out, one transaction a step.
+
+reserve -> plan -> accept -> dispatch -> collect -> commit. Whatever fails before accept leaves the engine as it was and
+may be retried; whatever fails after it quarantines the engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from resin.events import Event, FinishedEvent, TokensEvent
+from resin.metrics import EngineMetrics
+from resin.plan import (
+    ArenaSpec,
+    BatchPlan,
+    ForwardOutput,
+    InvalidRequest,
+    OverlapRunner,
+    Phase,
+    ResinError,
+    Runner,
+    SamplingParams,
+    smallest_bucket,
+)
+from resin.plan.runner import runner_config
+from resin.record import PlanRecorder
+from resin.sched.cache import CacheManager
+from resin.sched.commit import Committed, commit
+from resin.sched.request import FinishReason, PromptLogprobs, Request, RequestState
+from resin.sched.scheduler import PlannedStep, Policy, Scheduler
+
+
+class EngineFailed(ResinError):
+    """The engine is quarantined: a step failed after its plan was accepted. Build a new engine."""
+
+
+class Engine:
+    """Owns requests, the cache pool and scheduling; a runner executes its plans. Use from one thread.
+
+    Args:
+        runner: a Runner; what else it offers (config, bind, accept, dispatch and collect) is discovered here, once.
+        context_length: longest sequence in tokens, prompt and output; None takes the runner's limit.
+        prefix_cache: reuse aligned prefixes across requests.
+        enable_metrics: collect metrics (`engine.metrics.registry`).
+        overlap: plan the next step while the runner works, if the runner can; results are the same.
+        cache_pages: pages of the arena; None asks the runner (`free_pages()`), else takes what all slots at full
+            context would lease.
+        policy: scheduling choices.
+        record: path of a plan recording to write.
+        clock: seconds, monotonic.
+
+    Raises:
+        InvalidRequest: a setting that cannot work, with its name and the allowed range.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        context_length: int | None = None,
+        prefix_cache: bool = False,
+        enable_metrics: bool = True,
+        overlap: bool = True,
+        cache_pages: int | None = None,
+        policy: Policy | None = None,
+        record: str | Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.config = config = runner_config(runner)
+        self.context_length = config.max_context_tokens if context_length is None else context_length
+        if not 2 <= self.context_length <= config.max_context_tokens:
+            raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
+        self._clock = clock
+        self._overlap = overlap and isinstance(runner, OverlapRunner)
+        self._accept_hook: Callable[[BatchPlan], None] | None = getattr(runner, "accept", None)
+        self.arena = self._bind_arena(cache_pages, prefix_cache)
+        cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(config, cache, policy or Policy())
+        self._check_capacity()
+        self.metrics = EngineMetrics(self) if enable_metrics else None
+        self._recorder = PlanRecorder(Path(record), config, self.arena) if record is not None else None
+        self._in_flight: deque[tuple[PlannedStep, Any]] = deque()
+        self._events: list[Event] = []
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._live = 0
+        self._next_id = 0
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what still runs, collects what is in flight and closes the recording; safe to call twice."""
+        if self._failure is None:
+            for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
+                self._finish(request, FinishReason.CANCELLED)
+            while self._in_flight and self._failure is None:
+                self._commit_oldest()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        sampling_params: SamplingParams | None = None,
+        priority: float = 0,
+        deadline_s: float | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+            token_ids: the prompt, at least one token and fewer than the context length.
+            sampling_params: the request's policy; None takes the defaults.
+            priority: higher runs first; one level is worth `policy.aging_s` seconds of waiting.
+            deadline_s: seconds from now after which the request ends with what it has.
+            cache_salt: requests with different salts never share cached prefixes.
+
+        Raises:
+            InvalidRequest: with the field, the value and the allowed range; nothing was queued.
+            EngineFailed: the engine is quarantined.
+        """
+        self._check_usable()
+        params = sampling_params or SamplingParams()
+        prompt = self._check_prompt(token_ids)
+        if self.config.vocab_size:
+            params.check_vocab(self.config.vocab_size)
+        elif params.allowed_tokens is not None:
+            raise InvalidRequest("allowed_tokens", params.allowed_tokens, "None: the runner declares no vocab_size")
+        if not np.isfinite(priority):
+            raise InvalidRequest("priority", priority, "a finite number")
+        if deadline_s is not None and not deadline_s > 0:
+            raise InvalidRequest("deadline_s", deadline_s, "more than 0 seconds")
+        now = self._clock()
+        request = Request(
+            id=self._next_id,
+            prompt_ids=prompt,
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(64),
+            max_outputs=min(params.max_output_tokens, self.context_length - len(prompt)),
+            priority=float(priority),
+            cache_salt=cache_salt,
+            submitted_s=now,
+            deadline_at_s=None if deadline_s is None else now + deadline_s,
+        )
+        if params.prompt_logprobs is not None:
+            places, width = len(prompt) - 1, params.prompt_logprobs
+            columns = np.zeros(places, np.float32), np.zeros((places, width), np.int32), np.zeros((places, width), "f4")
+            request.prompt_logprobs = PromptLogprobs(*columns)
+        self._next_id += 1
+        self._live += 1
+        if request.deadline_at_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_at_s, request.id, request))
+        self.scheduler.submit(request)
+        if self.metrics is not None:
+            self.metrics.on_submit(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request at any moment; its FinishedEvent comes with the next step. Ended requests are left alone."""
+        if not request.is_finished and self._failure is None:
+            self._finish(request, FinishReason.CANCELLED)
+
+    def has_work(self) -> bool:
+        """True while requests wait or run, a plan is in flight, or events have not been returned."""
+        return self._failure is None and bool(self._live or self._in_flight or self._events)
+
+    def drain_events(self) -> Sequence[Event]:
+        """Events not yet returned by a step, also those of a quarantined engine."""
+        events, self._events = self._events, []
+        return events
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> Sequence[Event]:
+        """Runs one transaction and returns what happened since the last step.
+
+        Raises:
+            PlanRejected, or what planning raised: nothing happened, the step may be retried.
+            EngineFailed: the runner failed after accepting a plan; every live request has ended with an error.
+        """
+        self._check_usable()
+        self._expire_deadlines()
+        planned = self._plan()
+        if planned is not None:
+            self._accept(planned)
+            self._dispatch(planned)
+        if self._in_flight and (planned is None or len(self._in_flight) > int(self._overlap)):
+            self._commit_oldest()
+        return self.drain_events()
+
+    def _plan(self) -> PlannedStep | None:
+        started = time.perf_counter()
+        while True:
+            planned = self.scheduler.plan_next(in_flight=bool(self._in_flight))
+            if not self.scheduler.failures:
+                break
+            # A request's own callback raised: end that request alone, and plan again without it.
+            if planned is not None:
+                self.scheduler.rollback(planned)
+            for request, error in self.scheduler.failures:
+                self._finish(request, FinishReason.ERROR, error)
+            self.scheduler.failures.clear()
+        if planned is None and self._live and not self._in_flight:
+            raise self._quarantine(AssertionError("nothing can be planned although requests are live"))
+        if self.metrics is not None and planned is not None:
+            self.metrics.on_plan(planned.plan, time.perf_counter() - started)
+        return planned
+
+    def _accept(self, planned: PlannedStep) -> None:
+        try:
+            if self._accept_hook is not None:
+                self._accept_hook(planned.plan)
+        except BaseException:
+            self.scheduler.rollback(planned)
+            raise
+        self.scheduler.accept(planned)
+
+    def _dispatch(self, planned: PlannedStep) -> None:
+        started = time.perf_counter()
+        try:
+            if self._recorder is not None:
+                self._recorder.write_plan(planned.plan)
+            runner: Any = self.runner
+            handle = runner.dispatch(planned.plan) if self._overlap else runner.forward(planned.plan)
+        except BaseException as error:
+            raise self._quarantine(error) from error
+        self._in_flight.append((planned, handle))
+        if self.metrics is not None:
+            self.metrics.on_dispatch(time.perf_counter() - started)
+
+    def _commit_oldest(self) -> None:
+        planned, handle = self._in_flight.popleft()
+        try:
+            runner: Any = self.runner
+            output: ForwardOutput = runner.collect(handle) if self._overlap else handle
+            started = time.perf_counter()
+            if self._recorder is not None:
+                self._recorder.write_output(planned.plan, output)
+            committed = commit(self.scheduler, planned, output)
+            self._publish_events(planned.plan, committed, output)
+        except BaseException as error:
+            raise self._quarantine(error) from error
+        if self.metrics is not None:
+            self.metrics.on_commit(time.perf_counter() - started)
+
+    def _publish_events(self, plan: BatchPlan, committed: Committed, output: ForwardOutput) -> None:
+        now = self._clock()
+        count = len(committed.requests)
+        if count:
+            columns = (output.logprobs, output.top_ids, output.top_logprobs) if plan.wants_logprobs else (None,) * 3
+            picked = [None if column is None else np.asarray(column)[committed.rows] for column in columns]
+            self._events.append(
+                TokensEvent(tuple(committed.requests), committed.token_ids, np.arange(count + 1), *picked)
+            )
+        if plan.phase is Phase.PREFILL:
+            for request in committed.requests:
+                if request.first_token_s is None:
+                    request.first_token_s = now
+        if self.metrics is not None:
+            self.metrics.on_tokens(plan, committed, now)
+        for request, reason in committed.finished:
+            self._finish(request, reason)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+        if not request.is_finished:
+            self.scheduler.finish(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason, request.error = reason, error
+        request.finished_s = self._clock()
+        self._live -= 1
+        self._events.append(FinishedEvent(request, reason))
+        if self.metrics is not None:
+            self.metrics.on_finish(request)
+
+    def _expire_deadlines(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.is_finished:
+                self._finish(request, FinishReason.DEADLINE)
+
+    def _quarantine(self, error: BaseException) -> EngineFailed:
+        """Stops for good: every live request ends with the error, and no page is ever handed out again."""
+        self._failure = error
+        for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
+            request.state = RequestState.FINISHED  # keeps its slot and pages: what they hold is unknown
+            self._finish(request, FinishReason.ERROR, error)
+        self._in_flight.clear()
+        return EngineFailed(f"the engine is quarantined after {type(error).__name__}: {error}")
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"the engine is quarantined after {self._failure!r}") from self._failure
+
+    # -- set-up -------------------------------------------------------------------------------------------------
+
+    def _bind_arena(self, cache_pages: int | None, prefix_cache: bool) -> ArenaSpec:
+        config = self.config
+        if not config.groups:
+            return ArenaSpec(0, 0, config.arena_dtype)
+        if cache_pages is None:
+            free_pages = getattr(self.runner, "free_pages", None)
+            if free_pages is not None:
+                cache_pages = free_pages()
+            else:
+                sizing = CacheManager(config.groups, config.geometry, 0, prefix_cache=prefix_cache)
+                row = sizing.pages_needed(self.context_length, config.max_plan_tokens)
+                cache_pages = 1 + row * config.max_sequences
+        if cache_pages < 2:
+            raise InvalidRequest("cache_pages", cache_pages, "at least 2 pages")
+        arena = ArenaSpec(cache_pages, config.geometry.page_bytes, config.arena_dtype)
+        bind = getattr(self.runner, "bind", None)
+        if bind is not None:
+            bind(arena)
+        return arena
+
+    def _check_capacity(self) -> None:
+        """Every request that `submit` lets in must be able to run alone."""
+        cache = self.scheduler.cache
+        need = cache.pages_needed(self.context_length, 1)
+        if need > cache.pool.total:
+            raise InvalidRequest(
+                "context_length", self.context_length, f"one sequence to fit {cache.pool.total} pages (it needs {need})"
+            )
+        row_pages = self.scheduler.planner.row_pages(cache.row_pages_needed(self.context_length, 1))
+        for phase in Phase:
+            if smallest_bucket(self.config.buckets, phase, 1, 1, row_pages) is None:
+                raise InvalidRequest("buckets", phase.name, f"a bucket that holds {row_pages} pages of one sequence")
+
+    def _check_prompt(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        array = np.asarray(token_ids)
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+            raise InvalidRequest("token_ids", token_ids, "a non-empty sequence of integers")
+        top = self.config.vocab_size or 2**31
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= top:
+            raise InvalidRequest("token_ids", low if low < 0 else high, f"ids in [0, {top - 1}]")
+        if array.size >= self.context_length:
+            raise InvalidRequest("token_ids", f"{array.size} tokens", f"1 to {self.context_length - 1} tokens")
+        prompt = array.astype(np.int32)
+        prompt.flags.writeable = False
+        return prompt

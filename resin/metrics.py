@@ -1,0 +1,194 @@
+"""Engine metrics: aggregated in NumPy while stepping, turned into Prometheus families only when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from resin.plan import BatchPlan, Phase
+from resin.plan.runner import runner_observations
+from resin.sched.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from resin.engine import Engine
+    from resin.sched.commit import Committed
+
+HOST_S = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3e-3, 1e-2, 5e-2, 0.5)
+TOKEN_S = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.012, 0.016, 0.025, 0.04, 0.06, 0.1, 0.2, 0.4, 1.0, 4.0)
+REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Histogram:
+    """Counts by upper bound (the last one infinite), and their sum."""
+
+    def __init__(self, bounds: Iterable[float]) -> None:
+        self.bounds = np.asarray(tuple(bounds))
+        self._edges = self.bounds.tolist()
+        self.counts = np.zeros(len(self.bounds) + 1, np.int64)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[self.bounds.searchsorted(value)] += 1
+        self.total += value
+
+    def observe_many(self, values: np.ndarray) -> None:
+        self.counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self.counts))
+        self.total += float(values.sum())
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """Cumulative counts as Prometheus wants them."""
+        edges = [*(f"{edge:g}" for edge in self._edges), "+Inf"]
+        return list(zip(edges, np.cumsum(self.counts).tolist(), strict=True))
+
+
+class EngineMetrics:
+    """What one engine did. `registry` serves it to prometheus_client."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._registry: CollectorRegistry | None = None
+        self.submitted = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.plans = dict.fromkeys(Phase, 0)
+        self.live_tokens = dict.fromkeys(Phase, 0)
+        self.padded_tokens = dict.fromkeys(Phase, 0)
+        self.prefix_hit_tokens = 0
+        self.prefix_ceiling_tokens = 0
+        self.prefix_losses: dict[str, int] = {}
+        self.ttft_s = Histogram(REQUEST_S)
+        self.inter_token_s = Histogram(TOKEN_S)
+        self.request_s = Histogram(REQUEST_S)
+        self.host_s = {stage: Histogram(HOST_S) for stage in ("plan", "dispatch", "commit")}
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A prometheus_client registry that reads these numbers when scraped."""
+        if self._registry is None:
+            from prometheus_client import CollectorRegistry
+
+            self._registry = CollectorRegistry(auto_describe=False)
+            self._registry.register(self)  # type: ignore[arg-type]
+        return self._registry
+
+    def on_submit(self, request: Request) -> None:
+        self.submitted += 1
+
+    def on_plan(self, plan: BatchPlan, seconds: float) -> None:
+        self.host_s["plan"].observe(seconds)
+        self.plans[plan.phase] += 1
+        self.live_tokens[plan.phase] += plan.num_tokens
+        self.padded_tokens[plan.phase] += plan.bucket.tokens
+
+    def on_dispatch(self, seconds: float) -> None:
+        self.host_s["dispatch"].observe(seconds)
+
+    def on_commit(self, seconds: float) -> None:
+        self.host_s["commit"].observe(seconds)
+
+    def on_tokens(self, plan: BatchPlan, committed: Committed, now: float) -> None:
+        table, slots = self._engine.scheduler.table, committed.slots
+        self.generated_tokens += len(slots)
+        if plan.phase is Phase.PREFILL:
+            self.prompt_tokens += plan.num_tokens
+            for request in committed.requests:
+                if len(request.output_ids) == 1:
+                    self.ttft_s.observe(now - request.submitted_s)
+        else:
+            last = table.last_token_s[slots]
+            self.inter_token_s.observe_many(now - (last if last.all() else last[last > 0]))
+        table.last_token_s[slots] = now
+
+    def on_finish(self, request: Request) -> None:
+        assert request.finish_reason is not None and request.finished_s is not None
+        self.finished[request.finish_reason] += 1
+        self.request_s.observe(request.finished_s - request.submitted_s)
+        audit = request.prefix_audit
+        if audit is not None:
+            self.prefix_hit_tokens += audit.hit_tokens
+            self.prefix_ceiling_tokens += audit.ceiling_tokens
+            for reason, tokens in audit.losses.items():
+                self.prefix_losses[reason] = self.prefix_losses.get(reason, 0) + tokens
+
+    def collect(self) -> Iterable[Any]:
+        """Prometheus families (called by the registry)."""
+        yield from _gauges(self._engine)
+        yield from _counters(self, self._engine)
+        yield from _histograms(self)
+        yield from _observations(self._engine)
+
+    def describe(self) -> Iterable[Any]:
+        return ()
+
+
+def _gauges(engine: Engine) -> Iterable[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    scheduler, pool = engine.scheduler, engine.scheduler.cache.pool
+    requests = GaugeMetricFamily("resin_requests", "Requests by state.", labels=["state"])
+    requests.add_metric(["waiting"], len(scheduler.queue))
+    requests.add_metric(["prefill"], len(scheduler.prefilling))
+    requests.add_metric(["decode"], len(scheduler.decoding))
+    yield requests
+    pages = GaugeMetricFamily("resin_pool_pages", "Pages of the cache pool by state.", labels=["state"])
+    for state in ("free", "leased", "cached"):
+        pages.add_metric([state], getattr(pool, state))
+    yield pages
+
+
+def _counters(metrics: EngineMetrics, engine: Engine) -> Iterable[Any]:
+    from prometheus_client.core import CounterMetricFamily
+
+    def counter(name: str, text: str, values: Mapping[str, float], label: str = "") -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=[label] if label else None)
+        for key, value in values.items():
+            family.add_metric([key] if label else [], value)
+        return family
+
+    yield counter("resin_requests_submitted", "Requests submitted.", {"": metrics.submitted})
+    finished = {reason.value: count for reason, count in metrics.finished.items()}
+    yield counter("resin_requests_finished", "Requests ended, by reason.", finished, "reason")
+    yield counter("resin_prompt_tokens", "Tokens computed by prefill plans.", {"": metrics.prompt_tokens})
+    yield counter("resin_generated_tokens", "Tokens generated.", {"": metrics.generated_tokens})
+    yield counter("resin_retractions", "Running requests sent back to the queue.", {"": engine.scheduler.retractions})
+    yield counter("resin_evictions", "Prefix nodes evicted.", {"": engine.scheduler.cache.evictions})
+    yield counter("resin_prefix_hit_tokens", "Prompt tokens reused.", {"": metrics.prefix_hit_tokens})
+    yield counter(
+        "resin_prefix_ceiling_tokens",
+        "Prompt tokens an unbounded cache would reuse.",
+        {"": metrics.prefix_ceiling_tokens},
+    )
+    yield counter("resin_prefix_lost_tokens", "Reusable prompt tokens lost.", dict(metrics.prefix_losses), "reason")
+    for name, text, values in (
+        ("resin_plans", "Plans dispatched, by phase.", metrics.plans),
+        ("resin_plan_live_tokens", "Live tokens of plans.", metrics.live_tokens),
+        ("resin_plan_padded_tokens", "Bucket tokens of plans.", metrics.padded_tokens),
+    ):
+        yield counter(name, text, {phase.name.lower(): value for phase, value in values.items()}, "phase")
+
+
+def _histograms(metrics: EngineMetrics) -> Iterable[Any]:
+    from prometheus_client.core import HistogramMetricFamily
+
+    for name, text, histogram in (
+        ("resin_ttft_seconds", "Submission to first token.", metrics.ttft_s),
+        ("resin_inter_token_seconds", "Token to next token.", metrics.inter_token_s),
+        ("resin_request_seconds", "Submission to end.", metrics.request_s),
+    ):
+        yield HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.total)
+    host = HistogramMetricFamily("resin_host_seconds", "Host time of a step's stages.", labels=["stage"])
+    for stage, histogram in metrics.host_s.items():
+        host.add_metric([stage], histogram.buckets(), histogram.total)
+    yield host
+
+
+def _observations(engine: Engine) -> Iterable[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    for name, value in runner_observations(engine.runner).items():
+        yield GaugeMetricFamily(f"resin_runner_{name}", "Reported by the runner.", value=value)

@@ -1,0 +1,1 @@
+"""Requests, cache pages, policy and planning: pure Python and NumPy."""

@@ -1,0 +1,235 @@
+"""Fills BatchPlans: pure layout work, no decisions. Everything it reads was reserved before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from resin.plan import (
+    BatchPlan,
+    Bucket,
+    RowFlag,
+    RunnerConfig,
+    SlotLoad,
+    StateGroup,
+    plan_layout,
+)
+from resin.plan.batch import SAMPLING_COLUMNS, plan_from_columns
+from resin.sched.cohort import Cohort
+from resin.sched.request import Request
+from resin.sched.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's part of a prefill plan: tokens `[start, stop)` of its sequence."""
+
+    request: Request
+    start: int
+    stop: int
+    emits: bool
+
+
+class Planner:
+    """Builds frozen plans for one runner's config."""
+
+    def __init__(self, config: RunnerConfig, table: SlotTable) -> None:
+        self._config = config
+        self._table = table
+        self._scratch_slot = config.max_sequences
+        pairs = list(zip(config.groups, config.geometry.groups, strict=True))
+        self._paged = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
+        self._states = [(group, fill) for group, fill in pairs if isinstance(group, StateGroup)]
+        self.spans = [fill.span_tokens for _, fill in self._paged]
+        self.state_pages = [fill.pages_per_state for _, fill in self._states]
+
+    def row_pages(self, paged_pages: Sequence[int]) -> tuple[int, ...]:
+        """Bucket capacity needs, in group order, from the page counts of the paged groups (States need none)."""
+        counts = iter(paged_pages)
+        return tuple(0 if isinstance(group, StateGroup) else int(next(counts)) for group in self._config.groups)
+
+    # -- decode -------------------------------------------------------------------------------------------------
+
+    def plan_decode(self, step: int, bucket: Bucket, cohort: Cohort, masks: np.ndarray | None) -> BatchPlan:
+        """One token for each row of the cohort, whose `computed` columns stand before this plan."""
+        table, slots, count = self._table, cohort.slots, len(cohort)
+        buffer = np.zeros(plan_layout(bucket, self._config.groups, self._config.geometry).words, np.int32)
+        columns = self._columns(bucket, buffer)
+        computed = table.computed[slots]
+        flags = self._decode_flags(cohort)
+        columns["header"][:] = (count, count, int(np.bitwise_or.reduce(flags)), cohort.top_logprobs)
+        columns["token_ids"][:count] = table.last_token[slots]
+        columns["positions"][:count] = computed
+        indptr = columns["query_indptr"]
+        indptr[: count + 1] = np.arange(count + 1)
+        indptr[count + 1 :] = count
+        columns["seq_lens"][:count] = computed + 1
+        columns["slots"][:count] = slots
+        columns["slots"][count:] = self._scratch_slot
+        columns["row_flags"][:count] = flags
+        columns["next_token"][:] = -1
+        for name, values in cohort.statics.items():
+            columns[name][:count] = values
+        for group, (spec, fill) in enumerate(self._paged):
+            name, ratio = spec.name, spec.tokens_per_entry
+            self._fill_rows(columns, name, cohort.views[group], cohort.row_pages[group], count)
+            columns[f"first_position:{name}"][:count] = cohort.first_positions[group]
+            pages, offsets = cohort.tails[group], computed // ratio % fill.page_entries
+            if ratio > 1:
+                complete = (computed + 1) % ratio == 0
+                pages, offsets = np.where(complete, pages, 0), np.where(complete, offsets, 0)
+            columns[f"append_pages:{name}"][:count] = pages
+            columns[f"append_offsets:{name}"][:count] = offsets
+        for group, (state, fill) in enumerate(self._states):
+            words = count * fill.pages_per_state
+            columns[f"input_pages:{state.name}"][:words] = cohort.input_pages[group].reshape(-1)
+            columns[f"output_pages:{state.name}"][:words] = cohort.output_pages[group].reshape(-1)
+        ids = tuple([request.id for request in cohort.requests])
+        return self._freeze(step, bucket, buffer, columns, masks=masks, ids=ids)
+
+    def _decode_flags(self, cohort: Cohort) -> np.ndarray:
+        table, slots = self._table, cohort.slots
+        flags = cohort.flags | RowFlag.EMIT
+        pending = table.pending[slots]
+        if pending.any():
+            flags[pending > 0] |= RowFlag.FROM_SLOT
+        if cohort.has_minimum:
+            flags[table.outputs[slots] + pending < cohort.min_outputs] |= RowFlag.SUPPRESS_STOP
+        return flags
+
+    @staticmethod
+    def _fill_rows(
+        columns: dict[str, np.ndarray], name: str, rows: list[np.ndarray], lengths: np.ndarray, count: int
+    ) -> None:
+        indptr = columns[f"page_indptr:{name}"]
+        np.cumsum(lengths, out=indptr[1 : count + 1])
+        total = int(indptr[count])
+        indptr[count + 1 :] = total
+        np.concatenate(rows, out=columns[f"page_ids:{name}"][:total])
+
+    # -- prefill ------------------------------------------------------------------------------------------------
+
+    def plan_prefill(self, step: int, bucket: Bucket, chunks: list[Chunk], masks: np.ndarray | None) -> BatchPlan:
+        """A chunk of each request; all pages up to each chunk's end are in its lease."""
+        table, count = self._table, len(chunks)
+        slots = np.fromiter((chunk.request.slot for chunk in chunks), np.int32, count)
+        buffer = np.zeros(plan_layout(bucket, self._config.groups, self._config.geometry).words, np.int32)
+        columns = self._columns(bucket, buffer)
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
+        stops = np.fromiter((chunk.stop for chunk in chunks), np.int32, count)
+        indptr = columns["query_indptr"]
+        np.cumsum(stops - starts, out=indptr[1 : count + 1])
+        tokens = int(indptr[count])
+        indptr[count + 1 :] = tokens
+        flags = np.fromiter((self._prefill_flags(chunk) for chunk in chunks), np.int32, count)
+        emitting = (flags & RowFlag.EMIT) != 0
+        top = int(table.top_logprobs[slots[emitting]].max(initial=0))
+        for chunk in chunks:
+            if self._wants_prompt_logprobs(chunk):
+                top = max(top, chunk.request.params.prompt_logprobs or 0)
+        columns["header"][:] = (count, tokens, int(np.bitwise_or.reduce(flags)), top)
+        for i, chunk in enumerate(chunks):
+            part = slice(indptr[i], indptr[i + 1])
+            columns["token_ids"][part] = chunk.request.token_slice(chunk.start, chunk.stop)
+            columns["positions"][part] = np.arange(chunk.start, chunk.stop)
+        columns["seq_lens"][:count] = stops
+        columns["slots"][:count] = slots
+        columns["slots"][count:] = self._scratch_slot
+        columns["row_flags"][:count] = flags
+        columns["next_token"][:] = -1
+        columns["next_token"][:count] = [_next_token(chunk) for chunk in chunks]
+        for name in SAMPLING_COLUMNS:
+            columns[name][:count] = table.sampling[name][slots]
+        self._fill_prefill_pages(columns, chunks, indptr)
+        loads = tuple(
+            self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load
+        )
+        ids = tuple(chunk.request.id for chunk in chunks)
+        return self._freeze(step, bucket, buffer, columns, loads=loads, masks=masks, ids=ids)
+
+    def _fill_prefill_pages(self, columns: dict[str, np.ndarray], chunks: list[Chunk], indptr: np.ndarray) -> None:
+        leases = [chunk.request.lease for chunk in chunks]
+        for group, (spec, fill) in enumerate(self._paged):
+            name, ratio = spec.name, spec.tokens_per_entry
+            rows = [lease.rows[group] for lease in leases if lease is not None]
+            lengths = np.fromiter((len(row) for row in rows), np.int32, len(rows))
+            self._fill_rows(columns, name, [row.view() for row in rows], lengths, len(rows))
+            for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
+                columns[f"first_position:{name}"][i] = row.first * fill.span_tokens
+                positions = np.arange(chunk.start, chunk.stop)
+                pages = row.view()[positions // fill.span_tokens - row.first]
+                offsets = positions // ratio % fill.page_entries
+                if ratio > 1:
+                    complete = (positions + 1) % ratio == 0
+                    pages, offsets = np.where(complete, pages, 0), np.where(complete, offsets, 0)
+                part = slice(indptr[i], indptr[i + 1])
+                columns[f"append_pages:{name}"][part] = pages
+                columns[f"append_offsets:{name}"][part] = offsets
+        for group, (state, fill) in enumerate(self._states):
+            width = fill.pages_per_state
+            for i, (chunk, lease) in enumerate(zip(chunks, leases, strict=True)):
+                assert lease is not None
+                ring, part = lease.states[group], slice(i * width, (i + 1) * width)
+                columns[f"output_pages:{state.name}"][part] = ring.current
+                columns[f"input_pages:{state.name}"][part] = ring.at(chunk.start, -1) or ring.current
+
+    def _prefill_flags(self, chunk: Chunk) -> int:
+        request, slot = chunk.request, chunk.request.slot
+        flags = 0
+        if chunk.emits:
+            flags = int(self._table.flags[slot]) | RowFlag.EMIT
+            if len(request.output_ids) < request.params.min_output_tokens:
+                flags |= RowFlag.SUPPRESS_STOP
+        if chunk.start == 0:
+            flags |= RowFlag.FRESH_STATE
+        if self._wants_prompt_logprobs(chunk):
+            flags |= RowFlag.PROMPT_LOGPROBS
+        return int(flags)
+
+    @staticmethod
+    def _wants_prompt_logprobs(chunk: Chunk) -> bool:
+        wanted = chunk.request.prompt_logprobs
+        return wanted is not None and wanted.filled < len(chunk.request.prompt_ids) - 1
+
+    @staticmethod
+    def _slot_load(chunk: Chunk) -> SlotLoad:
+        request, params = chunk.request, chunk.request.params
+        return SlotLoad(
+            slot=request.slot,
+            token_ids=request.token_slice(0, chunk.stop),
+            prompt_tokens=len(request.prompt_ids),
+            bias_ids=np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias)),
+            bias_values=np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)),
+            stop_ids=np.asarray(params.stop_token_ids, np.int32),
+        )
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    def _columns(self, bucket: Bucket, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        return plan_layout(bucket, self._config.groups, self._config.geometry).views(buffer)
+
+    def _freeze(
+        self,
+        step: int,
+        bucket: Bucket,
+        buffer: np.ndarray,
+        columns: dict[str, np.ndarray],
+        *,
+        masks: np.ndarray | None,
+        ids: tuple[int, ...],
+        loads: tuple[SlotLoad, ...] = (),
+    ) -> BatchPlan:
+        buffer.flags.writeable = False
+        for view in columns.values():
+            view.flags.writeable = False
+        return plan_from_columns(
+            self._config, bucket, buffer, columns, step=step, slot_loads=loads, allowed_masks=masks, request_ids=ids
+        )
+
+
+def _next_token(chunk: Chunk) -> int:
+    """The known token after the chunk, -1 if the chunk ends the sequence."""
+    request = chunk.request
+    return int(request.token_slice(chunk.stop, chunk.stop + 1)[0]) if chunk.stop < request.num_tokens else -1

@@ -1,0 +1,130 @@
+"""One request's life: what was asked, what was generated, where it stands."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from resin.plan import ResinError, SamplingParams
+
+if TYPE_CHECKING:
+    from resin.sched.lease import CacheLease
+    from resin.sched.prefix import PrefixAudit
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class RequestState(enum.Enum):
+    """QUEUED has no slot and no pages; PREFILL and DECODE have both; FINISHED may wait for a plan in flight."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class RequestFailed(ResinError):
+    """`take_result` of a request that ended with an error."""
+
+
+@dataclass(eq=False, slots=True)
+class PromptLogprobs:
+    """Logprobs of prompt tokens 1 to P - 1 under the raw logits.
+
+    Attributes:
+        logprobs: float32 [P - 1].
+        top_ids, top_logprobs: int32 and float32 [P - 1, n], most likely first.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    filled: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A submitted request. Users read it; only the Engine and its scheduler write it.
+
+    Attributes:
+        id: unique within the engine, in submission order.
+        prompt_ids: int32 [P], read-only.
+        params: the sampling policy.
+        seed: the 64-bit seed in use, drawn at submission if the policy has none.
+        output_ids: tokens generated so far, a stop token included.
+        prefix_audit: what the prefix cache gave at the latest admission, None before it or without a cache.
+    """
+
+    id: int
+    prompt_ids: np.ndarray
+    params: SamplingParams
+    seed: int
+    max_outputs: int  # params.max_output_tokens, cut to the room that the context leaves
+    priority: float = 0.0
+    cache_salt: str = ""
+    submitted_s: float = 0.0
+    deadline_at_s: float | None = None
+    state: RequestState = RequestState.QUEUED
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    prefix_audit: PrefixAudit | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    retractions: int = 0
+    rank: float = 0.0  # order in every queue, lowest first: see RequestQueue
+    slot: int = -1  # device slot while it runs
+    lease: CacheLease | None = None  # pages while it runs
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens that the prefix cache supplied at the latest admission."""
+        return self.prefix_audit.hit_tokens if self.prefix_audit is not None else 0
+
+    def all_ids(self) -> np.ndarray:
+        """int32 [num_tokens], prompt and output."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.asarray(self.output_ids, np.int32)])
+
+    def token_slice(self, start: int, stop: int) -> np.ndarray:
+        """int32 tokens `[start, stop)` of prompt and output."""
+        prompt = len(self.prompt_ids)
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        output = np.asarray(self.output_ids[max(start - prompt, 0) : stop - prompt], np.int32)
+        return output if start >= prompt else np.concatenate([self.prompt_ids[start:], output])
+
+    def take_result(self) -> list[int]:
+        """The generated ids of a finished request.
+
+        Raises:
+            RuntimeError: the request still runs.
+            RequestFailed: it ended with an error.
+        """
+        if self.finish_reason is None:
+            raise RuntimeError(f"request {self.id} has not finished")
+        if self.finish_reason is FinishReason.ERROR:
+            raise RequestFailed(f"request {self.id} failed: {self.error}") from self.error
+        return list(self.output_ids)

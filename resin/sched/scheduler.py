@@ -1,0 +1,396 @@
+"""Scheduler: which requests run next, on which pages, in which plan.
+
+`plan_next` admits, chooses the phase, reserves pages and builds a plan; the Engine then calls `accept` or `rollback`,
+and later `commit` with the runner's output. Policy: docs/scheduling.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig, smallest_bucket
+from resin.sched.cache import CacheManager, Reservation
+from resin.sched.cohort import Cohort
+from resin.sched.masks import allowed_masks
+from resin.sched.planner import Chunk, Planner
+from resin.sched.queue import RequestQueue
+from resin.sched.request import Request, RequestState
+from resin.sched.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Tunable choices of the scheduler.
+
+    Attributes:
+        aging_s: seconds of waiting that are worth one level of priority.
+        max_prefill_streak: prefill plans in a row while rows wait to decode.
+        max_plan_tokens: prefill tokens a plan at most; None takes the runner's limit.
+    """
+
+    aging_s: float = 10.0
+    max_prefill_streak: int = 8
+    max_plan_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A plan with what is needed to undo or commit it."""
+
+    plan: BatchPlan
+    reservation: Reservation
+    slots: np.ndarray  # int32 [n]
+    requests: list[Request]
+    chunks: list[Chunk] | None  # prefill only
+    cohort: Cohort | None  # decode only
+
+
+class Scheduler:
+    """Owns the queue, the slots and the cache of one engine."""
+
+    def __init__(self, config: RunnerConfig, cache: CacheManager, policy: Policy) -> None:
+        self.config = config
+        self.cache = cache
+        self.policy = policy
+        self.queue = RequestQueue(policy.aging_s)
+        self.table = SlotTable(config.max_sequences)
+        self.prefilling: list[Request] = []  # by rank
+        self.decoding: list[Request] = []
+        self.closing: set[Request] = set()  # ended, but a plan in flight still holds a row
+        self.failures: deque[tuple[Request, Exception]] = deque()  # requests whose own callback raised
+        self.retractions = 0
+        self.prefill_streak = 0
+        self.planner = Planner(config, self.table)
+        self._cohort: Cohort | None = None
+        self._step = 0
+        prefill = [bucket for bucket in config.buckets if bucket.phase is Phase.PREFILL]
+        decode = [bucket for bucket in config.buckets if bucket.phase is Phase.DECODE]
+        limit = max((bucket.tokens for bucket in prefill), default=config.max_plan_tokens)
+        self.max_plan_tokens = min(limit, config.max_plan_tokens, policy.max_plan_tokens or limit)
+        self._max_prefill_rows = max((bucket.sequences for bucket in prefill), default=config.max_sequences)
+        self._max_decode_rows = max((bucket.sequences for bucket in decode), default=config.max_sequences)
+        self._room_changed = True
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        self.queue.push(request)
+        self._room_changed = True
+
+    def running(self) -> Iterator[Request]:
+        """Requests that hold a slot and go on."""
+        yield from self.prefilling
+        yield from self.decoding
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def finish(self, request: Request) -> None:
+        """Ends a waiting or running request; its pages return now, or when the last plan that holds it is collected."""
+        if request.state is RequestState.QUEUED:
+            self.queue.remove(request, RequestState.FINISHED)
+            return
+        self._leave(request)
+        request.state = RequestState.FINISHED
+        if self.table.in_flight[request.slot]:
+            self.closing.add(request)
+        else:
+            self._free(request)
+
+    def _leave(self, request: Request) -> None:
+        if request.state is RequestState.PREFILL:
+            self.prefilling.remove(request)
+        else:
+            self.decoding.remove(request)
+            self._cohort = None
+
+    def _free(self, request: Request) -> None:
+        self.cache.release(request)
+        self.table.give_back(request)
+        self._room_changed = True
+
+    def release_closed(self, request: Request) -> None:
+        """A plan with a row of an ended request was collected: free its pages if it was the last one."""
+        if request in self.closing and not self.table.in_flight[request.slot]:
+            self.closing.remove(request)
+            self._free(request)
+
+    def rows_changed(self, request: Request) -> None:
+        """The request's page rows lost pages at the front: the sticky cohort must read them again."""
+        cohort = self._cohort
+        if cohort is not None and self.cache.trims_rows:
+            index = cohort.index.get(request.slot)
+            if index is not None:
+                cohort.dirty.add(index)
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def plan_next(self, *, in_flight: bool) -> PlannedStep | None:
+        """The next plan with its pages reserved, or None if nothing can run before plans in flight are collected."""
+        self._admit()
+        if self.prefilling and not (self._decode_waits() and self.prefill_streak >= self.policy.max_prefill_streak):
+            planned = self._plan_prefill(in_flight)
+            if planned is not None:
+                return planned
+        return self._plan_decode(in_flight)
+
+    def accept(self, planned: PlannedStep) -> None:
+        """The runner took the plan: what it computes and emits counts from now on."""
+        self._step += 1
+        table, slots = self.table, planned.slots
+        table.in_flight[slots] += 1
+        table.last_step[slots] = self._step
+        if planned.chunks is None:
+            self.prefill_streak = 0
+            table.computed[slots] += 1
+            table.pending[slots] += 1
+            return
+        self.prefill_streak += 1
+        for chunk in planned.chunks:
+            slot = chunk.request.slot
+            table.computed[slot] = chunk.stop
+            if chunk.emits:
+                table.pending[slot] += 1
+                self.prefilling.remove(chunk.request)
+                self.decoding.append(chunk.request)
+                chunk.request.state = RequestState.DECODE
+                self._cohort = None
+
+    def rollback(self, planned: PlannedStep) -> None:
+        """The plan never ran: its pages return and everything is as before."""
+        self.cache.rollback(planned.reservation)
+        self._cohort = None
+
+    def _admit(self) -> None:
+        """Moves waiting requests into slots, best rank first, while their whole known sequence has room."""
+        while self._room_changed and self.table.free:
+            request = self.queue.peek()
+            if request is None:
+                return
+            lease = request.lease = self.cache.lease(request)
+            held = sum(len(row) for row in lease.rows)
+            need = self.cache.pages_needed(request.num_tokens + 1, self.max_plan_tokens) - held
+            if self.num_running and need + self._promised_pages() > self.cache.available:
+                self.cache.release(request)
+                self._room_changed = False
+                return
+            self.queue.pop()
+            self.table.take(request)
+            hit = self._hit_tokens(request)
+            self.table.computed[request.slot] = self.table.committed[request.slot] = hit
+            request.state = RequestState.PREFILL
+            self._insert_by_rank(request)
+
+    def _hit_tokens(self, request: Request) -> int:
+        assert request.lease is not None
+        return request.lease.published_tokens
+
+    def _insert_by_rank(self, request: Request) -> None:
+        at = len(self.prefilling)
+        while at and (self.prefilling[at - 1].rank, self.prefilling[at - 1].id) > (request.rank, request.id):
+            at -= 1
+        self.prefilling.insert(at, request)
+
+    def _promised_pages(self) -> int:
+        """Pages that admitted requests still need for their known tokens, and one each for rows that decode."""
+        promised = len(self.decoding)
+        for request in self.prefilling:
+            assert request.lease is not None
+            need = self.cache.pages_needed(request.num_tokens + 1, self.max_plan_tokens)
+            promised += max(need - sum(len(row) for row in request.lease.rows), 0)
+        return promised
+
+    def _decode_waits(self) -> bool:
+        return any(self._can_decode(request) for request in self.decoding)
+
+    def _can_decode(self, request: Request) -> bool:
+        """False while plans in flight may end the request, or when its next mask needs a token still in flight."""
+        table, slot = self.table, request.slot
+        if table.outputs[slot] + table.pending[slot] >= table.max_outputs[slot]:
+            return False
+        return not (table.constrained[slot] and table.pending[slot])
+
+    # -- prefill ------------------------------------------------------------------------------------------------
+
+    def _plan_prefill(self, in_flight: bool) -> PlannedStep | None:
+        while True:
+            reservation = Reservation()
+            chunks, bucket = self._choose_chunks(reservation)
+            if chunks:
+                break
+            if in_flight or self._decode_waits() or not self._retract_youngest():
+                return None
+        assert bucket is not None
+        emitting = [chunk.request if chunk.emits else None for chunk in chunks]
+        try:
+            masks = allowed_masks(emitting, bucket.sequences, self.config.vocab_size, self.failures)
+            plan = self.planner.plan_prefill(self._step, bucket, chunks, masks)
+        except BaseException:
+            self.cache.rollback(reservation)
+            raise
+        requests = [chunk.request for chunk in chunks]
+        slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
+        return PlannedStep(plan, reservation, slots, requests, chunks, None)
+
+    def _choose_chunks(self, reservation: Reservation) -> tuple[list[Chunk], Bucket | None]:
+        """Chunks by rank under the token budget, with their pages; stops at the first that finds no room."""
+        chunks: list[Chunk] = []
+        bucket: Bucket | None = None
+        budget = self.max_plan_tokens
+        pages = [0] * len(self.cache.paged)
+        for request in self.prefilling[: self._max_prefill_rows]:
+            slot = request.slot
+            start, known = int(self.table.computed[slot]), int(self.table.known[slot])
+            if self.table.constrained[slot] and self.table.pending[slot]:
+                continue
+            stop = self._chunk_stop(start, known, budget)
+            while stop > start:
+                assert request.lease is not None
+                wider = [have + self._row_pages(request, group, stop) for group, have in enumerate(pages)]
+                used = self.max_plan_tokens - budget + stop - start
+                fits = smallest_bucket(
+                    self.config.buckets, Phase.PREFILL, len(chunks) + 1, used, self.planner.row_pages(wider)
+                )
+                if fits is not None and self.cache.try_extend(request.lease, start, stop, reservation):
+                    chunks.append(Chunk(request, start, stop, stop == known))
+                    bucket, pages, budget = fits, wider, budget - (stop - start)
+                    break
+                if chunks:
+                    return chunks, bucket
+                stop = start + (stop - start) // 2
+            if budget <= 0 or stop <= start:
+                break
+        return chunks, bucket
+
+    def _chunk_stop(self, start: int, known: int, budget: int) -> int:
+        stop = min(known, start + budget)
+        if self.cache.state_pages and self.cache.prefix_cache:
+            checkpoint = (start // self.cache.checkpoint_tokens + 1) * self.cache.checkpoint_tokens
+            stop = min(stop, checkpoint)
+        return stop
+
+    def _row_pages(self, request: Request, group: int, stop: int) -> int:
+        assert request.lease is not None
+        return -(-stop // self.cache.paged[group].span_tokens) - request.lease.rows[group].first
+
+    # -- decode -------------------------------------------------------------------------------------------------
+
+    def _plan_decode(self, in_flight: bool) -> PlannedStep | None:
+        while True:
+            cohort = self._current_cohort()
+            if cohort is None:
+                return None
+            reservation = Reservation()
+            computed = self.table.computed[cohort.slots]
+            bucket = self._bucket_for(self._lengths_after_growth(cohort, computed))
+            if bucket is None:  # rows grew past the largest bucket: decode fewer of them
+                self._cohort = None
+                continue
+            changed = self.cache.try_extend_each(cohort.leases, computed, reservation)
+            if changed is not None:
+                break
+            if in_flight or not self._retract_youngest():
+                return None
+        self._refresh(cohort, changed, computed)
+        try:
+            masks = None
+            if cohort.constrained:
+                rows = [request if request.params.allowed_tokens else None for request in cohort.requests]
+                masks = allowed_masks(rows, bucket.sequences, self.config.vocab_size, self.failures)
+            plan = self.planner.plan_decode(self._step, bucket, cohort, masks)
+        except BaseException:
+            self.cache.rollback(reservation)
+            self._cohort = None
+            raise
+        return PlannedStep(plan, reservation, cohort.slots, cohort.requests, None, cohort)
+
+    def _refresh(self, cohort: Cohort, changed: set[int], computed: np.ndarray) -> None:
+        cohort.dirty |= changed
+        cohort.refresh()
+        if self.cache.state_pages:
+            for i in changed:
+                if self.cache.is_sealed(int(computed[i])):
+                    cohort.set_state_input(i)
+                    cohort.dirty.add(i)
+
+    def _current_cohort(self) -> Cohort | None:
+        """The sticky cohort if all its rows go on, else a new one of all rows that can decode."""
+        cohort, table = self._cohort, self.table
+        if cohort is not None and not cohort.constrained and len(cohort) == len(self.decoding):
+            slots = cohort.slots
+            if not ((table.outputs[slots] + table.pending[slots]) >= cohort.max_outputs).any():
+                return cohort
+        rows = [request for request in self.decoding if self._can_decode(request)]
+        if not rows:
+            return None
+        cohort = self._new_cohort(rows)
+        if self._bucket_for(self._lengths_after_growth(cohort, table.computed[cohort.slots])) is None:
+            cohort = self._new_cohort(self._rows_that_fit(rows))
+        self._cohort = cohort
+        return cohort
+
+    def _new_cohort(self, rows: list[Request]) -> Cohort:
+        cohort = Cohort(rows, self.table, self.planner.spans, self.planner.state_pages)
+        cohort.refresh()
+        return cohort
+
+    def _rows_that_fit(self, rows: list[Request]) -> list[Request]:
+        """As many of the rows that waited longest for a step as one bucket holds."""
+        rows = sorted(rows, key=lambda request: (int(self.table.last_step[request.slot]), request.rank, request.id))
+        rows = rows[: self._max_decode_rows]
+        cohort = self._new_cohort(rows)
+        lengths = self._lengths_after_growth(cohort, self.table.computed[cohort.slots])
+        count = len(rows)
+        while count > 1 and self._bucket_for(lengths[:, :count]) is None:
+            count -= 1
+        return rows[:count]
+
+    def _lengths_after_growth(self, cohort: Cohort, computed: np.ndarray) -> np.ndarray:
+        """int32 [groups, n]: pages of each row once the next token has room."""
+        lengths = cohort.row_pages
+        for group, paged in enumerate(self.cache.paged):
+            grows = computed % paged.span_tokens == 0
+            if grows.any():
+                lengths = lengths.copy() if lengths is cohort.row_pages else lengths
+                lengths[group] += grows
+        return lengths
+
+    def _bucket_for(self, lengths: np.ndarray) -> Bucket | None:
+        count = lengths.shape[1]
+        needs = self.planner.row_pages(lengths.sum(axis=1).tolist())
+        return smallest_bucket(self.config.buckets, Phase.DECODE, count, count, needs)
+
+    # -- memory pressure ----------------------------------------------------------------------------------------
+
+    def _retract_youngest(self) -> bool:
+        """Sends the running request of worst rank back to the queue; False if only one runs."""
+        candidates = [request for request in self.running() if not self.table.in_flight[request.slot]]
+        if len(candidates) < 2:
+            return False
+        self.retract(max(candidates, key=lambda request: (request.rank, request.id)))
+        return True
+
+    def retract(self, request: Request) -> None:
+        """Takes a running request's pages and slot; its tokens stay, and it resumes by computing them again."""
+        assert not self.table.in_flight[request.slot]
+        self._leave(request)
+        self._free(request)
+        request.retractions += 1
+        self.retractions += 1
+        self.queue.push(request)
+        self._room_changed = False
+
+    def check_integrity(self) -> None:
+        """Checks the page counts and the slot table against each other (tests)."""
+        holders = [*self.running(), *self.closing]
+        slots = [request.slot for request in holders]
+        assert len(set(slots)) == len(slots) and len(slots) + self.table.free == self.config.max_sequences
+        assert all(self.table.requests[request.slot] is request for request in holders)
+        leases = [(request.lease, int(self.table.computed[request.slot])) for request in holders if request.lease]
+        assert len(leases) == len(holders)
+        self.cache.check_integrity(leases)

@@ -1,0 +1,98 @@
+"""Column store of the running requests: one row a device slot, so that a step touches arrays instead of objects."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resin.plan import RowFlag
+from resin.plan.layout import SEQUENCE_FLOATS
+from resin.plan.sampling import MAX_STOP_TOKENS
+from resin.sched.request import Request
+
+
+class SlotTable:
+    """Per-slot columns. Row `max_sequences` is scratch, as on the device.
+
+    Attributes:
+        computed: tokens whose cache entries exist or are being written by plans in flight.
+        committed: the same without plans in flight.
+        known: prompt and output tokens the host knows.
+        pending: tokens that plans in flight will emit.
+        in_flight: plans in flight that hold a row of the slot.
+        outputs, min_outputs, max_outputs: output tokens so far and their bounds.
+    """
+
+    def __init__(self, max_sequences: int) -> None:
+        rows = max_sequences + 1
+        self._free = list(range(max_sequences - 1, -1, -1))
+        self.requests: list[Request | None] = [None] * rows
+        self.computed = np.zeros(rows, np.int32)
+        self.committed = np.zeros(rows, np.int32)
+        self.known = np.zeros(rows, np.int32)
+        self.pending = np.zeros(rows, np.int32)
+        self.in_flight = np.zeros(rows, np.int32)
+        self.outputs = np.zeros(rows, np.int32)
+        self.min_outputs = np.zeros(rows, np.int32)
+        self.max_outputs = np.zeros(rows, np.int32)
+        self.last_token = np.zeros(rows, np.int32)
+        self.last_step = np.zeros(rows, np.int64)
+        self.last_token_s = np.zeros(rows, np.float64)
+        self.stop_ids = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
+        self.flags = np.zeros(rows, np.int32)
+        self.top_logprobs = np.zeros(rows, np.int32)
+        self.constrained = np.zeros(rows, np.bool_)
+        self.sampling = {name: np.zeros(rows, np.int32) for name in ("top_k", "seed_low", "seed_high")}
+        self.sampling |= {name: np.zeros(rows, np.float32) for name in SEQUENCE_FLOATS}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request) -> None:
+        """Gives the request a free slot and fills its row; nothing is computed yet."""
+        slot = self._free.pop()
+        request.slot = slot
+        self.requests[slot] = request
+        params = request.params
+        self.computed[slot] = self.committed[slot] = self.pending[slot] = self.in_flight[slot] = 0
+        self.known[slot] = request.num_tokens
+        self.outputs[slot] = len(request.output_ids)
+        self.min_outputs[slot] = params.min_output_tokens
+        self.max_outputs[slot] = request.max_outputs
+        self.last_step[slot] = 0
+        self.last_token_s[slot] = 0.0
+        self.stop_ids[slot] = -1
+        if not params.ignore_stop:
+            self.stop_ids[slot, : len(params.stop_token_ids)] = params.stop_token_ids
+        self.flags[slot] = _static_flags(request)
+        self.top_logprobs[slot] = params.logprobs or 0
+        self.constrained[slot] = params.allowed_tokens is not None
+        seed = request.seed & (2**64 - 1)
+        low, high = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+        for name, value in (("top_k", params.top_k), ("seed_low", low), ("seed_high", high)):
+            self.sampling[name][slot] = value
+        for name in SEQUENCE_FLOATS:
+            self.sampling[name][slot] = getattr(params, name)
+
+    def give_back(self, request: Request) -> None:
+        self.requests[request.slot] = None
+        self._free.append(request.slot)
+        request.slot = -1
+
+
+def _static_flags(request: Request) -> int:
+    params = request.params
+    flags = RowFlag(0)
+    if params.temperature > 0:
+        flags |= RowFlag.SAMPLE
+        if params.top_k or params.top_p < 1 or params.min_p > 0:
+            flags |= RowFlag.TRUNCATE
+    if params.has_penalties:
+        flags |= RowFlag.PENALTIES
+    if params.logit_bias:
+        flags |= RowFlag.BIAS
+    if params.allowed_tokens is not None:
+        flags |= RowFlag.MASK
+    if params.logprobs is not None:
+        flags |= RowFlag.LOGPROBS
+    return int(flags)
