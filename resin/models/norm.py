@@ -41,7 +41,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...]
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
         if self.order is NormOrder.CAST_THEN_SCALE:
             return wide.astype(x.dtype) * weight
         scale = weight.astype(jnp.float32) + (1.0 if self.order is NormOrder.ONE_PLUS else 0.0)

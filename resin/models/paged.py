@@ -90,9 +90,10 @@ class PagedContext(Context):
         page_indptr, page_ids = columns[f"page_indptr:{layer.group}"], columns[f"page_ids:{layer.group}"]
         seq_lens, first_position = columns["seq_lens"], columns[f"first_position:{layer.group}"]
         if self.phase is Phase.DECODE:
-            return paged_decode_attention_ref(
+            out, _ = paged_decode_attention_ref(
                 query, self.arena, page_indptr, page_ids, seq_lens, first_position, key_row, key_row + stride, **shared
             )
+            return out
         return paged_prefill_attention_ref(
             query,
             self.arena,

@@ -1,0 +1,73 @@
+"""The bucket table: which shapes get an executable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resin.plan import Bucket, CacheGeometry, CacheGroup, GroupGeometry, Phase, StateGroup, WindowGroup
+
+# Page ids a plan carries at most beyond one full sequence: 256 KiB of the packed buffer.
+MAX_ROW_PAGES = 1 << 16
+
+GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def decode_sizes(platform: str, max_sequences: int) -> tuple[int, ...]:
+    """Padded sequence counts up to max_sequences.
+
+    On CPU a padded row costs little beside the weights that every step reads, so quadrupling is enough.
+    """
+    sizes = GPU_DECODE if platform == "gpu" else tuple(4**power for power in range(6))
+    return (*(size for size in sizes if size < max_sequences), max_sequences)
+
+
+def prefill_sizes(platform: str, max_plan_tokens: int) -> tuple[int, ...]:
+    """Padded token counts up to max_plan_tokens: doubling on GPU, quadrupling on CPU."""
+    factor = 2 if platform == "gpu" else 4
+    sizes = [16]
+    while sizes[-1] * factor < max_plan_tokens:
+        sizes.append(sizes[-1] * factor)
+    return (*(size for size in sizes if size < max_plan_tokens), max_plan_tokens)
+
+
+def build_buckets(
+    groups: Sequence[CacheGroup],
+    geometry: CacheGeometry,
+    *,
+    decode_sequences: Sequence[int],
+    prefill_tokens: Sequence[int],
+    prefill_sequences: int,
+    max_context_tokens: int,
+) -> tuple[Bucket, ...]:
+    """Every bucket, smallest first within its phase. Attention loops as far as a plan's rows go, so one page-row
+    capacity a bucket is enough.
+
+    Args:
+        groups, geometry: the model's cache groups.
+        decode_sequences: padded B of decode buckets.
+        prefill_tokens: padded T of prefill buckets.
+        prefill_sequences: most sequences in a prefill bucket; a bucket of T tokens takes at most T.
+        max_context_tokens: longest sequence.
+    """
+
+    def bucket(phase: Phase, sequences: int, tokens: int) -> Bucket:
+        pages = tuple(
+            _row_pages(group, fill, sequences, tokens, max_context_tokens)
+            for group, fill in zip(groups, geometry.groups, strict=True)
+        )
+        return Bucket(phase, sequences, tokens, pages)
+
+    prefill = [bucket(Phase.PREFILL, min(prefill_sequences, tokens), tokens) for tokens in prefill_tokens]
+    decode = [bucket(Phase.DECODE, sequences, sequences) for sequences in decode_sequences]
+    return (*prefill, *decode)
+
+
+def _row_pages(group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: int, max_context_tokens: int) -> int:
+    if isinstance(group, StateGroup):
+        return sequences * fill.pages_per_state
+    whole = -(-max_context_tokens // fill.span_tokens)
+    if isinstance(group, WindowGroup):
+        # The window before the first query, the queries, and a page cut at either end.
+        within = min(whole, -(-group.window_tokens // fill.span_tokens) + 2)
+        return sequences * within + -(-tokens // fill.span_tokens)
+    return max(whole, min(sequences * whole, MAX_ROW_PAGES))

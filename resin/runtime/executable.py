@@ -1,0 +1,211 @@
+"""One program a step: unpack the plan, run the model, sample, update the slots. One compiled program a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from resin.models.families import Model
+from resin.models.paged import PagedContext
+from resin.models.weights import AbstractModel
+from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
+from resin.runtime.sampling import Logprobs, any_flags, has, no_logprobs, sample, token_logprobs
+from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
+
+# Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
+PROMPT_LOGPROB_TOKENS = 64
+
+ARENA_SPEC = PartitionSpec(None, "tp")
+REPLICATED = PartitionSpec()
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves for the host. `prompt` is None in decode programs."""
+
+    token_ids: jax.Array  # int32 [B]
+    logprobs: Logprobs  # [B]
+    prompt: Logprobs | None  # [T], of the token that follows each
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """Everything that the programs of one runner have in common.
+
+    Attributes:
+        model: structure and declarations.
+        config: groups, geometry, limits.
+        mesh: where it runs.
+        dtype: of the activations; float32 computes products in full float32.
+    """
+
+    model: AbstractModel
+    config: RunnerConfig
+    mesh: Mesh
+    dtype: str
+
+    def arguments(self, bucket: Bucket, arena: ArenaSpec) -> tuple[Any, ...]:
+        """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, masks."""
+        replicated = NamedSharding(self.mesh, REPLICATED)
+        words = plan_layout(bucket, self.config.groups, self.config.geometry).words
+        mask_words = -(-self.config.vocab_size // 32)
+        return (
+            self.model.arguments(self.mesh),
+            abstract_arena(arena, self.mesh),
+            abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated),
+            jax.ShapeDtypeStruct((words,), np.int32, sharding=replicated),
+            jax.ShapeDtypeStruct((bucket.sequences, mask_words), np.int32, sharding=replicated),
+        )
+
+
+def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape of the arena: `page_bytes` of every page on each device of the axis "tp"."""
+    page_elements = arena.page_bytes // jnp.dtype(arena.dtype).itemsize
+    shape = (arena.num_pages, page_elements * mesh.shape["tp"])
+    return jax.ShapeDtypeStruct(shape, arena.dtype, sharding=NamedSharding(mesh, ARENA_SPEC))
+
+
+def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec) -> jax.stages.Compiled:
+    """Compiles a bucket's program; arena and slots are donated and come back in place.
+
+    Returns:
+        `(weights, arena, slots, buffer, masks) -> (arena, slots, StepOutput)`.
+    """
+    layout = plan_layout(bucket, spec.config.groups, spec.config.geometry)
+
+    def step(
+        weights: tuple[jax.Array, ...], arena: jax.Array, slots: SlotTable, buffer: jax.Array, masks: jax.Array
+    ) -> tuple[jax.Array, SlotTable, StepOutput]:
+        return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks)
+
+    mapped = jax.shard_map(
+        step,
+        mesh=spec.mesh,
+        in_specs=(spec.model.specs(), ARENA_SPEC, REPLICATED, REPLICATED, REPLICATED),
+        out_specs=(ARENA_SPEC, REPLICATED, REPLICATED),
+        check_vma=False,
+    )
+    with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
+        lowered = jax.jit(mapped, donate_argnums=(1, 2)).lower(*spec.arguments(bucket, arena))
+    return lowered.compile()
+
+
+def compile_load(spec: StepSpec) -> jax.stages.Compiled:
+    """Compiles `load_slot` for the runner's slot table, which is donated."""
+    replicated = NamedSharding(spec.mesh, REPLICATED)
+    slots = abstract_slots(spec.config.max_sequences, spec.config.vocab_size, replicated)
+
+    def argument(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+    arguments = (
+        argument((), np.int32),
+        argument((LOAD_TOKENS,), np.int32),
+        argument((LOAD_TOKENS,), np.bool_),
+        argument((), np.bool_),
+        argument(slots.bias_ids.shape[1:], np.int32),
+        argument(slots.bias_values.shape[1:], np.float32),
+        argument(slots.stop_ids.shape[1:], np.int32),
+    )
+    return jax.jit(load_slot, donate_argnums=0, out_shardings=replicated).lower(slots, *arguments).compile()
+
+
+def run_step(
+    spec: StepSpec,
+    bucket: Bucket,
+    layout: PlanLayout,
+    weights: tuple[jax.Array, ...],
+    arena: jax.Array,
+    slots: SlotTable,
+    buffer: jax.Array,
+    masks: jax.Array,
+) -> tuple[jax.Array, SlotTable, StepOutput]:
+    """The traced body: one device's view of a step."""
+    columns = unpack(layout, buffer)
+    starts, ends = columns["query_indptr"][:-1], columns["query_indptr"][1:]
+    from_slot = jnp.where(has(columns, RowFlag.FROM_SLOT), starts, bucket.tokens)
+    token_ids = columns["token_ids"].at[from_slot].set(slots.last_token[columns["slots"]], mode="drop")
+    context = PagedContext(
+        phase=bucket.phase,
+        columns=columns,
+        arena=arena,
+        groups=spec.config.groups,
+        geometry=spec.config.geometry,
+        token_ids=token_ids,
+        tp=spec.mesh.shape["tp"],
+    )
+    model = spec.model.merge(weights)
+    hidden = model(context)
+    logits = model.logits(context, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
+    tokens = sample(logits, columns, slots, masks)
+    logprobs = lax.cond(
+        (any_flags(columns) & RowFlag.LOGPROBS) != 0,
+        lambda: token_logprobs(logits, tokens),
+        lambda: no_logprobs(bucket.sequences),
+    )
+    prompt = None
+    if bucket.phase is Phase.PREFILL:
+        prompt = lax.cond(
+            (any_flags(columns) & RowFlag.PROMPT_LOGPROBS) != 0,
+            lambda: _prompt_logprobs(model, context, hidden),
+            lambda: no_logprobs(bucket.tokens),
+        )
+    return context.arena, _update_slots(slots, columns, tokens), StepOutput(tokens, logprobs, prompt)
+
+
+def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
+    """The plan's columns, sliced out of its buffer."""
+    columns = {}
+    for column in layout.columns:
+        words = lax.slice(buffer, (column.offset,), (column.offset + column.length,))
+        columns[column.name] = words if column.dtype == "int32" else lax.bitcast_convert_type(words, jnp.float32)
+    return columns
+
+
+def _update_slots(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
+    scratch = slots.last_token.shape[0] - 1
+    rows = jnp.where(has(columns, RowFlag.EMIT), columns["slots"], scratch)
+    counted = jnp.where(has(columns, RowFlag.PENALTIES), rows, scratch)
+    counts = lax.cond(
+        (any_flags(columns) & RowFlag.PENALTIES) != 0,
+        lambda counts: count_outputs(counts, counted, tokens),
+        lambda counts: counts,
+        slots.counts,
+    )
+    return SlotTable(
+        last_token=slots.last_token.at[rows].set(tokens),
+        counts=counts,
+        bias_ids=slots.bias_ids,
+        bias_values=slots.bias_values,
+        stop_ids=slots.stop_ids,
+    )
+
+
+def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> Logprobs:
+    columns, tokens = context.columns, context.token_ids.shape[0]
+    following = jnp.roll(context.token_ids, -1)
+    last = jnp.where(
+        columns["query_indptr"][1:] > columns["query_indptr"][:-1], columns["query_indptr"][1:] - 1, tokens
+    )
+    following = following.at[last].set(columns["next_token"], mode="drop")
+    block = min(PROMPT_LOGPROB_TOKENS, tokens)
+    blocks = -(-tokens // block)
+    padding = blocks * block - tokens
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(blocks, block, -1)
+    following = jnp.pad(following, (0, padding)).reshape(blocks, block)
+    live = -(-columns["header"][1] // block)
+
+    def fill(index: jax.Array, out: Logprobs) -> Logprobs:
+        part = token_logprobs(model.logits(context, hidden[index]), following[index])
+        return jax.tree.map(
+            lambda all_rows, rows: lax.dynamic_update_slice_in_dim(all_rows, rows, index * block, 0), out, part
+        )
+
+    out = lax.fori_loop(0, live, fill, no_logprobs(blocks * block))
+    return jax.tree.map(lambda rows: rows[:tokens], out)

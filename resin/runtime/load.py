@@ -1,0 +1,125 @@
+"""From a model's name to a runner with its weights on the devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from resin.models.declare import Placement
+from resin.models.families import find_model_class
+from resin.models.loading.checkpoint import Checkpoint
+from resin.models.registry import open_checkpoint, resolve
+from resin.models.weights import AbstractModel, Progress, dummy_weights, load_weights
+from resin.plan import InvalidRequest, RunnerConfig, plan_geometry
+from resin.recipes.tokenizer import load_tokenizer
+from resin.runtime.bucket_table import build_buckets, decode_sizes, prefill_sizes
+from resin.runtime.compile_cache import use_compile_cache
+from resin.runtime.executable import StepSpec
+from resin.runtime.mesh import build_mesh, platform_of
+from resin.runtime.options import RunnerOptions
+from resin.runtime.runner import ModelRunner
+
+DEFAULTS = {
+    "cpu": {"dtype": "float32", "cache_dtype": "float32", "context": 4096, "plan_tokens": 512},
+    "gpu": {"dtype": "bfloat16", "cache_dtype": "bfloat16", "context": 32768, "plan_tokens": 8192},
+}
+
+
+def load_runner(
+    source: str | Path,
+    options: RunnerOptions | None = None,
+    *,
+    model: str | None = None,
+    progress: Progress | None = None,
+) -> ModelRunner:
+    """Loads a model and returns its runner, ready for an Engine.
+
+    Args:
+        source: registered name, local path or hub id.
+        options: execution settings.
+        model: "package.module:Name" of a model class; None finds it by the checkpoint's `model_type`.
+        progress: called with (done, total, what) while weights are fetched and loaded.
+
+    Raises:
+        InvalidRequest: options that do not fit the model or the machine.
+        CheckpointError: files that are missing, damaged or do not fit the model.
+    """
+    found = resolve(source)
+    files = found.fetch(progress)
+    checkpoint = open_checkpoint(files)
+    try:
+        return build_runner(checkpoint, options, model=model, tokenizer=load_tokenizer(files), progress=progress)
+    finally:
+        checkpoint.close()
+
+
+def build_runner(
+    checkpoint: Checkpoint,
+    options: RunnerOptions | None = None,
+    *,
+    model: str | None = None,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+) -> ModelRunner:
+    """The same from an open checkpoint, which may be closed afterwards."""
+    options = options or RunnerOptions()
+    if options.compile_cache is not None:
+        use_compile_cache(options.compile_cache, options.compile_cache_bytes)
+    mesh = build_mesh(options)
+    model_class = find_model_class(checkpoint.config, model)
+    config = model_class.Config.from_hf(checkpoint.config)
+    spec = build_spec(model_class, config, options, mesh)
+    if options.dummy:
+        weights = dummy_weights(spec.model, mesh, seed=options.seed, progress=progress)
+    else:
+        weights = load_weights(spec.model, checkpoint, mesh, progress=progress)
+    return ModelRunner(
+        spec,
+        weights,
+        model_config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=config.eos_token_ids,
+        cache_bytes=options.cache_bytes,
+        compile_threads=options.compile_threads,
+    )
+
+
+def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.sharding.Mesh) -> StepSpec:
+    """Resolves the options against model and platform; nothing is allocated.
+
+    Raises:
+        InvalidRequest: a context longer than the model's, or sizes that contradict each other.
+    """
+    platform = platform_of(mesh)
+    defaults: dict[str, Any] = DEFAULTS["cpu" if platform == "cpu" else "gpu"]
+    placement = Placement(options.dtype or defaults["dtype"], tp=options.tp, ep=options.ep)
+    context = options.max_context_tokens or min(config.max_context_tokens, defaults["context"])
+    if context > config.max_context_tokens:
+        raise InvalidRequest("max_context_tokens", context, f"at most the model's {config.max_context_tokens}")
+    plan_tokens = options.max_plan_tokens or defaults["plan_tokens"]
+    decode = options.decode_sequences or decode_sizes(platform, options.max_sequences)
+    prefill = options.prefill_tokens or prefill_sizes(platform, plan_tokens)
+    arena_dtype = options.cache_dtype or defaults["cache_dtype"]
+    groups = model_class.cache_groups(config, placement)
+    geometry = plan_geometry(groups, arena_dtype=arena_dtype, page_tokens=options.page_tokens)
+    runner_config = RunnerConfig(
+        vocab_size=config.vocab_size,
+        max_sequences=options.max_sequences,
+        max_context_tokens=context,
+        max_plan_tokens=prefill[-1],
+        groups=groups,
+        geometry=geometry,
+        buckets=build_buckets(
+            groups,
+            geometry,
+            decode_sequences=decode,
+            prefill_tokens=prefill,
+            prefill_sequences=min(options.prefill_sequences, options.max_sequences),
+            max_context_tokens=context,
+        ),
+        arena_dtype=arena_dtype,
+    )
+    abstract = AbstractModel.of(model_class(config, placement))
+    return StepSpec(abstract, runner_config, mesh, placement.dtype)

@@ -1,0 +1,78 @@
+"""RunnerOptions: what a user may choose about execution, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from resin.plan import InvalidRequest
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Execution settings; None means the platform's default, which `load_runner` resolves and prints.
+
+    Attributes:
+        dtype: dtype of weights and activations: float32 on CPU, bfloat16 on GPU.
+        cache_dtype: dtype of the arena: float32 on CPU, bfloat16 on GPU.
+        dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
+        max_sequences: sequences that run at once.
+        max_context_tokens: longest sequence; None takes the model's own limit, at most 4096 on CPU and 32768 on GPU.
+        max_plan_tokens: tokens of the largest prefill step: 512 on CPU, 8192 on GPU.
+        decode_sequences: padded sequence counts of the decode buckets; None picks them up to max_sequences.
+        prefill_tokens: padded token counts of the prefill buckets; None picks them up to max_plan_tokens.
+        prefill_sequences: sequences that one prefill step packs at most.
+        page_tokens: tokens a page; None searches for the least waste.
+        cache_bytes: arena bytes a device; None takes 1 GiB on CPU and nine tenths of what is free on GPU.
+        dummy: random weights instead of the checkpoint's.
+        seed: of the random weights.
+        compile_threads: buckets compiled at once; None takes the CPU count, at most 8.
+        compile_cache: directory of compiled programs shared between processes; None keeps none.
+        compile_cache_bytes: size at which the oldest programs are dropped.
+    """
+
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    max_sequences: int = 16
+    max_context_tokens: int | None = None
+    max_plan_tokens: int | None = None
+    decode_sequences: tuple[int, ...] | None = None
+    prefill_tokens: tuple[int, ...] | None = None
+    prefill_sequences: int = 16
+    page_tokens: int | None = None
+    cache_bytes: int | None = None
+    dummy: bool = False
+    seed: int = 0
+    compile_threads: int | None = None
+    compile_cache: Path | None = None
+    compile_cache_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "cache_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise InvalidRequest(name, getattr(self, name), f"one of {DTYPES}")
+        for name in ("dp", "cp", "ep"):
+            if getattr(self, name) != 1:
+                raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")
+        low = {"tp": 1, "max_sequences": 1, "prefill_sequences": 1, "compile_cache_bytes": 1}
+        optional = {
+            "max_context_tokens": 2,
+            "max_plan_tokens": 1,
+            "page_tokens": 1,
+            "cache_bytes": 1,
+            "compile_threads": 1,
+        }
+        for name, least in (low | optional).items():
+            value = getattr(self, name)
+            if not (value is None and name in optional) and (not isinstance(value, int) or value < least):
+                raise InvalidRequest(name, value, f"an integer of at least {least}")
+        for name in ("decode_sequences", "prefill_tokens"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
+                raise InvalidRequest(name, sizes, "increasing sizes of at least 1")

@@ -1,0 +1,127 @@
+"""The device slot table: what stays on the device for each running sequence between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from resin.plan import SlotLoad
+from resin.plan.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+
+# A count holds the number of output occurrences, and in one bit whether the prompt holds the token.
+PROMPT_BIT = 1 << 14
+MAX_COUNT = PROMPT_BIT - 1
+
+# Tokens that one call of the load program takes; longer sequences take several.
+LOAD_TOKENS = 2048
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """One row a slot; the last row is scratch for padded sequences. S slots, V tokens.
+
+    Attributes:
+        last_token: int32 [S + 1], the token that the slot emitted last.
+        counts: int16 [S + 1, V], output occurrences and the prompt bit.
+        bias_ids: int32 [S + 1, 320], V where unused.
+        bias_values: float32 [S + 1, 320].
+        stop_ids: int32 [S + 1, 16], V where unused.
+    """
+
+    last_token: jax.Array
+    counts: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    stop_ids: jax.Array
+
+
+def abstract_slots(max_sequences: int, vocab_size: int, sharding: jax.sharding.Sharding) -> SlotTable:
+    """Shapes of a table."""
+    rows = max_sequences + 1
+
+    def shape(*tail: int, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *tail), dtype, sharding=sharding)
+
+    return SlotTable(  # type: ignore[arg-type]
+        last_token=shape(),
+        counts=shape(vocab_size, dtype=np.int16),
+        bias_ids=shape(MAX_LOGIT_BIAS),
+        bias_values=shape(MAX_LOGIT_BIAS, dtype=np.float32),
+        stop_ids=shape(MAX_STOP_TOKENS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoadArrays:
+    """Arguments of `load_slot` that a SlotLoad turns into; NumPy, of fixed sizes."""
+
+    slot: np.ndarray  # int32 []
+    tokens: np.ndarray  # int32 [LOAD_TOKENS], V where unused
+    prompt: np.ndarray  # bool [LOAD_TOKENS]
+    first: np.ndarray  # bool [], clear the slot's counts first
+    bias_ids: np.ndarray  # int32 [320]
+    bias_values: np.ndarray  # float32 [320]
+    stop_ids: np.ndarray  # int32 [16]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def load_arguments(load: SlotLoad, vocab_size: int) -> list[SlotLoadArrays]:
+    """The calls of `load_slot` that one SlotLoad takes."""
+
+    def padded(values: np.ndarray, size: int, fill: float, dtype: type) -> np.ndarray:
+        out = np.full(size, fill, dtype)
+        out[: len(values)] = values
+        return out
+
+    token_ids = np.asarray(load.token_ids, np.int32)
+    return [
+        SlotLoadArrays(
+            slot=np.asarray(load.slot, np.int32),
+            tokens=padded(token_ids[start : start + LOAD_TOKENS], LOAD_TOKENS, vocab_size, np.int32),
+            prompt=np.arange(start, start + LOAD_TOKENS) < load.prompt_tokens,
+            first=np.asarray(start == 0),
+            bias_ids=padded(load.bias_ids, MAX_LOGIT_BIAS, vocab_size, np.int32),
+            bias_values=padded(load.bias_values, MAX_LOGIT_BIAS, 0.0, np.float32),
+            stop_ids=padded(load.stop_ids, MAX_STOP_TOKENS, vocab_size, np.int32),
+        )
+        for start in range(0, max(len(token_ids), 1), LOAD_TOKENS)
+    ]
+
+
+def load_slot(
+    slots: SlotTable,
+    slot: jax.Array,
+    tokens: jax.Array,
+    prompt: jax.Array,
+    first: jax.Array,
+    bias_ids: jax.Array,
+    bias_values: jax.Array,
+    stop_ids: jax.Array,
+) -> SlotTable:
+    """Replaces what a slot holds (but its last token) by a request's tokens, bias and stop ids."""
+    vocab_size = slots.counts.shape[1]
+    row = jnp.where(first, 0, lax.dynamic_slice(slots.counts, (slot, 0), (1, vocab_size))[0].astype(jnp.int32))
+    outputs = (row & MAX_COUNT).at[tokens].add(jnp.where(prompt, 0, 1), mode="drop")
+    # Padding points past the vocabulary, so only real tokens set the bit.
+    in_prompt = ((row & PROMPT_BIT) != 0).at[jnp.where(prompt, tokens, vocab_size)].set(True, mode="drop")
+    row = jnp.minimum(outputs, MAX_COUNT) | jnp.where(in_prompt, PROMPT_BIT, 0)
+    return SlotTable(
+        last_token=slots.last_token,
+        counts=lax.dynamic_update_slice(slots.counts, row.astype(jnp.int16)[None], (slot, 0)),
+        bias_ids=slots.bias_ids.at[slot].set(bias_ids),
+        bias_values=slots.bias_values.at[slot].set(bias_values),
+        stop_ids=slots.stop_ids.at[slot].set(stop_ids),
+    )
+
+
+def count_outputs(counts: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Adds one output occurrence of `tokens[b]` to row `rows[b]`, up to MAX_COUNT."""
+    held = counts[rows, tokens]
+    return counts.at[rows, tokens].set(jnp.where((held & MAX_COUNT) < MAX_COUNT, held + 1, held))

@@ -1,0 +1,199 @@
+"""Builds BatchPlans by hand from the leaf contract, for runtime tests that want no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from resin.plan import (
+    BatchPlan,
+    Bucket,
+    CacheGroupPlan,
+    Phase,
+    RowFlag,
+    RunnerConfig,
+    SamplingParams,
+    SlotLoad,
+    plan_layout,
+    smallest_bucket,
+)
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@dataclass
+class TestedSequence:
+    """One sequence under test: its tokens so far, how many are cached, and its pages."""
+
+    slot: int
+    tokens: list[int]
+    prompt_tokens: int
+    params: SamplingParams = GREEDY
+    cached: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass
+class PlanBuilder:
+    """Hands out pages in a scattered order and packs rows of sequences into plans of a History group."""
+
+    config: RunnerConfig
+    num_pages: int
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        order = np.random.default_rng(7).permutation(np.arange(1, self.num_pages))
+        self.free = [int(page) for page in order]
+
+    def sequence(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY) -> TestedSequence:
+        return TestedSequence(slot, list(prompt), len(prompt), params)
+
+    def prefill(
+        self,
+        chunks: Sequence[tuple[TestedSequence, int]],
+        bucket: Bucket | None = None,
+        masks: dict[int, np.ndarray] | None = None,
+    ) -> BatchPlan:
+        """A plan that computes the next `count` uncached tokens of each sequence; emits where they reach the end."""
+        return self._plan(Phase.PREFILL, chunks, bucket, masks or {}, from_slot=False)
+
+    def decode(
+        self,
+        sequences: Sequence[TestedSequence],
+        bucket: Bucket | None = None,
+        masks: dict[int, np.ndarray] | None = None,
+        from_slot: bool = True,
+    ) -> BatchPlan:
+        """A plan that feeds each sequence its last token, out of its slot unless told otherwise."""
+        return self._plan(Phase.DECODE, [(sequence, 1) for sequence in sequences], bucket, masks or {}, from_slot)
+
+    def _plan(
+        self,
+        phase: Phase,
+        chunks: Sequence[tuple[TestedSequence, int]],
+        bucket: Bucket | None,
+        masks: dict[int, np.ndarray],
+        from_slot: bool,
+    ) -> BatchPlan:
+        config, (group,), (fill,) = self.config, self.config.groups, self.config.geometry.groups
+        for sequence, count in chunks:
+            while len(sequence.pages) * fill.span_tokens < sequence.cached + count:
+                sequence.pages.append(self.free.pop())
+        tokens = sum(count for _, count in chunks)
+        pages = sum(len(sequence.pages) for sequence, _ in chunks)
+        bucket = bucket or smallest_bucket(config.buckets, phase, len(chunks), tokens, (pages,))
+        assert bucket is not None and bucket.holds(len(chunks), tokens, (pages,))
+        layout = plan_layout(bucket, config.groups, config.geometry)
+        buffer = np.zeros(layout.words, np.int32)
+        columns = layout.views(buffer)
+        columns["slots"][:] = config.max_sequences
+        columns["next_token"][:] = -1
+        loads: list[SlotLoad] = []
+        allowed = np.zeros((bucket.sequences, -(-config.vocab_size // 32)), np.int32) if masks else None
+        token = page = top = 0
+        for row, (sequence, count) in enumerate(chunks):
+            end = sequence.cached + count
+            span = slice(token, token + count)
+            positions = np.arange(sequence.cached, end)
+            fresh = sequence.tokens[sequence.cached : end]
+            columns["token_ids"][token : token + len(fresh)] = fresh if not from_slot else 0
+            columns["positions"][span] = positions
+            columns["append_pages:" + group.name][span] = np.asarray(sequence.pages)[positions // fill.span_tokens]
+            columns["append_offsets:" + group.name][span] = positions % fill.span_tokens
+            columns["page_ids:" + group.name][page : page + len(sequence.pages)] = sequence.pages
+            token, page = token + count, page + len(sequence.pages)
+            columns["query_indptr"][row + 1 :] = token
+            columns["page_indptr:" + group.name][row + 1 :] = page
+            columns["seq_lens"][row] = end
+            columns["slots"][row] = sequence.slot
+            emits = from_slot or end == len(sequence.tokens)
+            if not emits:
+                columns["next_token"][row] = sequence.tokens[end]
+            params = sequence.params
+            columns["row_flags"][row] = row_flags(params, sequence, emits, from_slot, row in masks, phase)
+            if allowed is not None and row in masks:
+                allowed[row] = pack_mask(masks[row])
+            top = max(top, params.logprobs or 0, params.prompt_logprobs or 0)
+            fill_sampling(columns, row, params)
+            if phase is Phase.PREFILL and emits and params.needs_slot_load:
+                loads.append(slot_load(sequence))
+            sequence.cached = end
+        columns["header"][:] = (len(chunks), tokens, np.bitwise_or.reduce(columns["row_flags"]), top)
+        fields = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
+        self.step += 1
+        buffer.flags.writeable = False
+        return BatchPlan(
+            step=self.step,
+            phase=phase,
+            bucket=bucket,
+            num_sequences=len(chunks),
+            num_tokens=tokens,
+            buffer=buffer,
+            groups=(CacheGroupPlan(group.name, *(columns[f"{name}:{group.name}"] for name in fields)),),
+            sampling={},
+            slot_loads=tuple(loads),
+            allowed_masks=allowed,
+            top_logprobs=top,
+            **{
+                name: columns[name]
+                for name in ("token_ids", "positions", "query_indptr", "seq_lens", "slots", "row_flags", "next_token")
+            },
+        )
+
+
+def row_flags(
+    params: SamplingParams, sequence: TestedSequence, emits: bool, from_slot: bool, masked: bool, phase: Phase
+) -> int:
+    """RowFlag bits of one row."""
+    flags = RowFlag(0)
+    if from_slot:
+        flags |= RowFlag.FROM_SLOT
+    if params.prompt_logprobs is not None and phase is Phase.PREFILL:
+        flags |= RowFlag.PROMPT_LOGPROBS
+    if not emits:
+        return int(flags)
+    flags |= RowFlag.EMIT
+    conditions = {
+        RowFlag.PENALTIES: params.has_penalties,
+        RowFlag.BIAS: bool(params.logit_bias),
+        RowFlag.SUPPRESS_STOP: len(sequence.tokens) - sequence.prompt_tokens < params.min_output_tokens,
+        RowFlag.MASK: masked,
+        RowFlag.LOGPROBS: params.logprobs is not None,
+        RowFlag.SAMPLE: params.temperature > 0,
+        RowFlag.TRUNCATE: params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+    }
+    for flag, set_ in conditions.items():
+        flags |= flag if set_ else RowFlag(0)
+    return int(flags)
+
+
+def fill_sampling(columns: dict[str, np.ndarray], row: int, params: SamplingParams) -> None:
+    """Writes one row's sampling columns."""
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        columns[name][row] = getattr(params, name)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        columns[name][row] = getattr(params, name)
+    seed = np.array([(params.seed or 0) & (2**64 - 1)], np.uint64).view(np.int32)
+    columns["seed_low"][row], columns["seed_high"][row] = seed
+
+
+def slot_load(sequence: TestedSequence) -> SlotLoad:
+    """What the device slot of a sequence needs before its first sampled token."""
+    bias = sequence.params.logit_bias
+    return SlotLoad(
+        slot=sequence.slot,
+        token_ids=np.asarray(sequence.tokens, np.int32),
+        prompt_tokens=sequence.prompt_tokens,
+        bias_ids=np.array(list(bias), np.int32),
+        bias_values=np.array(list(bias.values()), np.float32),
+        stop_ids=np.array(sequence.params.stop_token_ids, np.int32),
+    )
+
+
+def pack_mask(allowed: np.ndarray) -> np.ndarray:
+    """bool [V] -> int32 words, token 32 w + i in bit i of word w."""
+    padded = np.zeros(-(-len(allowed) // 32) * 32, np.uint8)
+    padded[: len(allowed)] = allowed
+    return np.packbits(padded, bitorder="little").view(np.int32)
