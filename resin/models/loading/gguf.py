@@ -22,7 +22,7 @@ _FLOATS: Mapping[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_UNSUPPORTED = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"})
+_UNSUPPORTED = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0", "NVFP4"})
 _MXFP4_BYTES = 17  # one scale, then 16 bytes of two values
 
 
@@ -79,15 +79,7 @@ class GgufCheckpoint:
     def _info(self, rule: Rule) -> TensorInfo:
         tensors = self._header.tensors
         if isinstance(rule, Stored):
-            tensor = tensors[rule.source]
-            shape = tensor.shape if rule.expert is None else tensor.shape[1:]
-            if rule.change is Change.UNPERMUTE_HEADS and shape[0] % (2 * rule.heads):
-                raise CheckpointError(
-                    self.location, f"{shape[0]} rows do not divide into {rule.heads} heads", tensor.name
-                )
-            if rule.change is Change.CONV_CHANNEL:
-                shape = (shape[0], 1, shape[-1])
-            return TensorInfo(shape, _FLOATS.get(tensor.type, np.dtype("<f4")).name)
+            return self._stored_info(rule)
         first = tensors[rule.sources[0]]
         expected = 2 if isinstance(rule, PlainExperts) and not rule.transposed else 3
         if len(first.shape) != expected:
@@ -100,6 +92,26 @@ class GgufCheckpoint:
             )
         dtype = _FLOATS.get(first.type, np.dtype("<f4")).name
         return TensorInfo((experts, first.shape[2], rows) if rule.transposed else (experts, rows), dtype)
+
+    def _stored_info(self, rule: Stored) -> TensorInfo:
+        tensor = self._header.tensors[rule.source]
+        shape = tensor.shape
+        if rule.expert is not None:
+            if len(shape) != 3:
+                raise CheckpointError(self.location, f"shape {shape} is not a stack of matrices", tensor.name)
+            shape = shape[1:]
+        if rule.change is Change.UNPERMUTE_HEADS:
+            if len(shape) != 2 and (len(shape) != 1 or tensor.type not in _FLOATS):
+                raise CheckpointError(self.location, f"{tensor.type.name} of shape {shape} has no rows", tensor.name)
+            if rule.heads == 0 or shape[0] % (2 * rule.heads):
+                raise CheckpointError(
+                    self.location, f"{shape[0]} rows do not divide into {rule.heads} heads", tensor.name
+                )
+        if rule.change is Change.CONV_CHANNEL:
+            if len(shape) < 2 or math.prod(shape) != shape[0] * shape[-1]:
+                raise CheckpointError(self.location, f"shape {shape} is not one row a channel", tensor.name)
+            shape = (shape[0], 1, shape[-1])
+        return TensorInfo(shape, _FLOATS.get(tensor.type, np.dtype("<f4")).name)
 
     def _bytes(self, tensor: GgufTensor, expert: int | None = None) -> np.ndarray:
         """Stored bytes, uint8 `[..., rows, row bytes]`: rows are independent in every format."""
@@ -127,7 +139,8 @@ class GgufCheckpoint:
             rows = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
         values = self._floats(rows, tensor)
         if rule.change is Change.MINUS_ONE:
-            return values - np.ones((), values.dtype)
+            with np.errstate(invalid="ignore"):
+                return values - np.ones((), values.dtype)
         if rule.change is Change.CONV_CHANNEL:
             return values.reshape(values.shape[0], 1, -1)
         return values

@@ -1,7 +1,8 @@
 """GGUF metadata -> the settings that a Hugging Face `config.json` of the same model holds."""
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -21,14 +22,21 @@ class _Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         return self.header.metadata.get(f"{self.architecture}.{key}", default)
 
-    def number(self, key: str, default: Any = None) -> Any:
+    def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            found = "is missing" if value is None else f"is {value!r}, expected a number"
-            raise CheckpointError(self.header.location, f"metadata {self.architecture}.{key} {found}")
-        if value != value or (isinstance(value, int) and value < 0):
-            raise CheckpointError(self.header.location, f"metadata {self.architecture}.{key} is {value!r}")
-        return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self._refuse(key, value, "a finite number")
+        return float(value)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self._refuse(key, value, "a whole number")
+        return int(value)
+
+    def _refuse(self, key: str, value: Any, expected: str) -> NoReturn:
+        found = "is missing" if value is None else f"is {value!r}, expected {expected}"
+        raise CheckpointError(self.header.location, f"metadata {self.architecture}.{key} {found}")
 
     def integers(self, key: str, count: int) -> list[int]:
         """One integer a layer, whether stored once or as a list."""
@@ -65,11 +73,14 @@ def _common(metadata: _Metadata) -> Config:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(header.location, "is missing or not a matrix", "token_embd.weight")
-    layers = int(metadata.number("block_count"))
+    layers = metadata.integer("block_count")
+    # A layer has several tensors: a damaged count is found before lists of that length are made.
+    if not 0 < layers <= len(header.tensors):
+        raise CheckpointError(header.location, f"metadata {metadata.architecture}.block_count is {layers}")
     heads = max(metadata.integers("attention.head_count", layers), default=0)
     if heads == 0:
         raise CheckpointError(header.location, f"metadata {metadata.architecture}.attention.head_count is 0")
-    hidden = int(metadata.number("embedding_length"))
+    hidden = metadata.integer("embedding_length")
     has_kv_heads = metadata.get("attention.head_count_kv") is not None
     config: Config = {
         "vocab_size": embedding.shape[0],
@@ -80,9 +91,9 @@ def _common(metadata: _Metadata) -> Config:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(metadata.integers("attention.head_count_kv", layers)) if has_kv_heads else heads,
-        "head_dim": int(metadata.number("attention.key_length", hidden // heads)),
-        "rms_norm_eps": float(metadata.number("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": int(metadata.number("context_length")),
+        "head_dim": metadata.integer("attention.key_length", hidden // heads),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": _rope_parameters(metadata),
     }
@@ -95,17 +106,17 @@ def _common(metadata: _Metadata) -> Config:
 
 
 def _rope_parameters(metadata: _Metadata) -> Config:
-    rope: Config = {"rope_type": "default", "rope_theta": float(metadata.number("rope.freq_base", 10000.0))}
+    rope: Config = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
     kind = metadata.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": float(metadata.number("rope.scaling.factor"))}
+        rope |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     elif kind != "none":
         raise CheckpointError(metadata.header.location, f"rope scaling {kind!r} is not supported (linear, yarn)")
     if kind == "yarn":
         rope |= {
-            "original_max_position_embeddings": int(metadata.number("rope.scaling.original_context_length")),
-            "beta_fast": float(metadata.number("rope.scaling.yarn_beta_fast", 32.0)),
-            "beta_slow": float(metadata.number("rope.scaling.yarn_beta_slow", 1.0)),
+            "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
+            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
         }
     return rope
 
@@ -166,9 +177,9 @@ def _qwen3moe(metadata: _Metadata, config: Config) -> None:
     config |= {
         "model_type": "qwen3_moe",
         "hidden_act": "silu",
-        "num_experts": int(metadata.number("expert_count")),
-        "num_experts_per_tok": int(metadata.number("expert_used_count")),
-        "moe_intermediate_size": int(metadata.number("expert_feed_forward_length")),
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -183,14 +194,14 @@ _GEMMA3_PATTERN_LAYERS = 6
 def _gemma3(metadata: _Metadata, config: Config) -> None:
     layers, rope = config["num_hidden_layers"], config["rope_parameters"]
     is_27b = layers == _GEMMA3_27B_LAYERS
-    local_theta = float(metadata.number("rope.freq_base_swa", 10000.0))
+    local_theta = metadata.number("rope.freq_base_swa", 10000.0)
     config |= {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
         if is_27b
         else config["head_dim"],
-        "sliding_window": int(metadata.number("attention.sliding_window")),
+        "sliding_window": metadata.integer("attention.sliding_window"),
         "layer_types": [
             "sliding_attention" if (layer + 1) % _GEMMA3_PATTERN_LAYERS else "full_attention" for layer in range(layers)
         ],
@@ -209,7 +220,7 @@ def _lfm2(metadata: _Metadata, config: Config) -> None:
         "model_type": "lfm2",
         "norm_eps": config.pop("rms_norm_eps"),
         "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
-        "conv_L_cache": int(metadata.number("shortconv.l_cache")),
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,  # feed_forward_length is the final width already
     }
@@ -219,13 +230,13 @@ def _lfm2moe(metadata: _Metadata, config: Config) -> None:
     _lfm2(metadata, config)
     config |= {
         "model_type": "lfm2_moe",
-        "num_dense_layers": int(metadata.number("leading_dense_block_count")),
-        "num_experts": int(metadata.number("expert_count")),
-        "num_experts_per_tok": int(metadata.number("expert_used_count")),
-        "moe_intermediate_size": int(metadata.number("expert_feed_forward_length")),
+        "num_dense_layers": metadata.integer("leading_dense_block_count"),
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "use_expert_bias": any(".exp_probs_b" in name for name in metadata.header.tensors),
-        "routed_scaling_factor": float(metadata.number("expert_weights_scale", 1.0)),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
     }
 
 
@@ -234,10 +245,10 @@ def _gpt_oss(metadata: _Metadata, config: Config) -> None:
     config["rope_parameters"]["truncate"] = False
     config |= {
         "model_type": "gpt_oss",
-        "intermediate_size": int(metadata.number("expert_feed_forward_length")),
-        "num_local_experts": int(metadata.number("expert_count")),
-        "num_experts_per_tok": int(metadata.number("expert_used_count")),
-        "sliding_window": int(metadata.number("attention.sliding_window")),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
         "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
         "attention_bias": True,
         "swiglu_limit": 7.0,

@@ -160,7 +160,7 @@ def _parse_entry(name: str, value: Any, body: int, location: str) -> Safetensors
     dtype = _DTYPES.get(label) if isinstance(label, str) else None
     if dtype is None:
         raise CheckpointError(location, f"dtype {label!r} is not supported (supported: {', '.join(_DTYPES)})", name)
-    if not _is_sizes(shape):
+    if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > _MAX_VALUES:
         raise CheckpointError(location, f"shape {shape!r} is not a list of sizes", name)
     if not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(location, f"data_offsets {offsets!r} is not a pair of byte positions", name)
@@ -174,12 +174,7 @@ def _parse_entry(name: str, value: Any, body: int, location: str) -> Safetensors
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MAX_DIMENSIONS
-        and all(type(item) is int and item >= 0 for item in value)
-        and prod(max(item, 1) for item in value) <= _MAX_VALUES
-    )
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _check_cover(entries: Mapping[str, SafetensorsEntry], body: int, file_bytes: int, location: str) -> None:
