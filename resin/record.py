@@ -32,9 +32,8 @@ from resin.plan import (
     SlotLoad,
     StateGroup,
     WindowGroup,
-    plan_layout,
+    build_plan,
 )
-from resin.plan.batch import plan_from_columns
 
 MAGIC = b"resin-plans-1\n"
 _HEAD = struct.Struct("<BII")
@@ -139,7 +138,6 @@ class Recording:
     def _plan_from(self, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> BatchPlan:
         phase, sequences, tokens, row_pages = meta["bucket"]
         bucket = Bucket(Phase(phase), sequences, tokens, tuple(row_pages))
-        columns = plan_layout(bucket, self.config.groups, self.config.geometry).views(arrays["buffer"])
         loads = tuple(
             SlotLoad(
                 slot=load["slot"],
@@ -148,11 +146,10 @@ class Recording:
             )
             for i, load in enumerate(meta["loads"])
         )
-        return plan_from_columns(
+        return build_plan(
             self.config,
             bucket,
-            arrays["buffer"],
-            columns,
+            arrays["buffer"].copy(),
             step=meta["step"],
             slot_loads=loads,
             allowed_masks=arrays.get("masks"),

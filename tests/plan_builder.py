@@ -10,12 +10,12 @@ import numpy as np
 from resin.plan import (
     BatchPlan,
     Bucket,
-    CacheGroupPlan,
     Phase,
     RowFlag,
     RunnerConfig,
     SamplingParams,
     SlotLoad,
+    build_plan,
     plan_layout,
     smallest_bucket,
 )
@@ -121,25 +121,9 @@ class PlanBuilder:
                 loads.append(slot_load(sequence))
             sequence.cached = end
         columns["header"][:] = (len(chunks), tokens, np.bitwise_or.reduce(columns["row_flags"]), top)
-        fields = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
         self.step += 1
-        buffer.flags.writeable = False
-        return BatchPlan(
-            step=self.step,
-            phase=phase,
-            bucket=bucket,
-            num_sequences=len(chunks),
-            num_tokens=tokens,
-            buffer=buffer,
-            groups=(CacheGroupPlan(group.name, *(columns[f"{name}:{group.name}"] for name in fields)),),
-            sampling={},
-            slot_loads=tuple(loads),
-            allowed_masks=allowed,
-            top_logprobs=top,
-            **{
-                name: columns[name]
-                for name in ("token_ids", "positions", "query_indptr", "seq_lens", "slots", "row_flags", "next_token")
-            },
+        return build_plan(
+            config, bucket, buffer, step=self.step, slot_loads=tuple(loads), allowed_masks=allowed
         )
 
 

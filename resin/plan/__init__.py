@@ -1,6 +1,6 @@
 """The frozen types that cross the boundary between the Engine and a Runner (NumPy only)."""
 
-from resin.plan.batch import BatchPlan, CacheGroupPlan, RowFlag, SlotLoad
+from resin.plan.batch import BatchPlan, CacheGroupPlan, RowFlag, SlotLoad, build_plan
 from resin.plan.buckets import Bucket, Phase, smallest_bucket
 from resin.plan.cache import (
     CacheGeometry,
@@ -43,6 +43,7 @@ __all__ = [
     "SlotLoad",
     "StateGroup",
     "WindowGroup",
+    "build_plan",
     "plan_geometry",
     "plan_layout",
     "smallest_bucket",

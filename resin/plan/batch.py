@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from resin.plan.buckets import Bucket, Phase
-from resin.plan.cache import StateGroup
+from resin.plan.cache import CacheGroup, GroupGeometry, StateGroup
+from resin.plan.layout import PAGED_COLUMNS, PlanLayout, plan_layout
 
 if TYPE_CHECKING:
     from resin.plan.runner import RunnerConfig
@@ -97,33 +97,102 @@ class SlotLoad:
     stop_ids: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
     """One phase-homogeneous step. Every array is a read-only view of `buffer`, padded to the bucket.
 
     Padded sequences have no tokens, slot `max_sequences` (scratch) and no flags; padded tokens have id 0, position 0
     and append to page 0.
+
+    Attributes:
+        step: number of the plan, from 0.
+        bucket: the compiled shape, B sequences and T tokens.
+        num_sequences, num_tokens: live counts.
+        buffer: int32 [layout.words], all columns in one piece.
+        layout: where each column lies.
+        group_specs: the runner's cache groups with their geometry.
+        slot_loads: slots to prepare before the plan runs.
+        allowed_masks: int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK.
+        request_ids: of the live rows, for people and recordings.
     """
 
     step: int
-    phase: Phase
     bucket: Bucket
     num_sequences: int
     num_tokens: int
-    buffer: np.ndarray  # int32 [layout.words], everything below in one piece
-    token_ids: np.ndarray  # int32 [T]
-    positions: np.ndarray  # int32 [T]
-    query_indptr: np.ndarray  # int32 [B + 1], tokens of sequence b
-    seq_lens: np.ndarray  # int32 [B], tokens of the sequence after this step
-    slots: np.ndarray  # int32 [B], row of the device slot table
-    row_flags: np.ndarray  # int32 [B], RowFlag bits
-    groups: tuple[CacheGroupPlan, ...]
-    next_token: np.ndarray  # int32 [B], known token that follows the row's last one (for PROMPT_LOGPROBS), -1 if none
-    sampling: Mapping[str, np.ndarray]  # [B] columns: top_k, seed_low, seed_high int32; temperature, ... float32
+    buffer: np.ndarray
+    layout: PlanLayout
+    group_specs: tuple[tuple[CacheGroup, GroupGeometry], ...]
     slot_loads: tuple[SlotLoad, ...] = ()
-    allowed_masks: np.ndarray | None = None  # int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK
-    top_logprobs: int = 0  # most likely tokens to report, the largest of all rows
-    request_ids: tuple[int, ...] = field(default=())  # live rows, for people and recordings
+    allowed_masks: np.ndarray | None = None
+    request_ids: tuple[int, ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        return self.bucket.phase
+
+    def column(self, name: str) -> np.ndarray:
+        """One column of the buffer by its layout name (`plan_layout` lists them)."""
+        return self.layout.view(self.buffer, name)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [T]; 0 where the row takes its token from its slot."""
+        return self.column("token_ids")
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [T], place of each token in its sequence."""
+        return self.column("positions")
+
+    @property
+    def query_indptr(self) -> np.ndarray:
+        """int32 [B + 1], sequence b owns tokens `query_indptr[b]:query_indptr[b + 1]`."""
+        return self.column("query_indptr")
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """int32 [B], tokens of the sequence after this step."""
+        return self.column("seq_lens")
+
+    @property
+    def slots(self) -> np.ndarray:
+        """int32 [B], row of the device slot table."""
+        return self.column("slots")
+
+    @property
+    def row_flags(self) -> np.ndarray:
+        """int32 [B], RowFlag bits."""
+        return self.column("row_flags")
+
+    @property
+    def next_token(self) -> np.ndarray:
+        """int32 [B], known token that follows the row's last one (for PROMPT_LOGPROBS), -1 if none."""
+        return self.column("next_token")
+
+    @property
+    def sampling(self) -> dict[str, np.ndarray]:
+        """[B] columns: top_k, seed_low, seed_high int32; temperature, top_p, min_p and the penalties float32."""
+        return {name: self.column(name) for name in SAMPLING_COLUMNS}
+
+    @property
+    def top_logprobs(self) -> int:
+        """Most likely tokens to report, the largest of all rows."""
+        return int(self.column("header")[3])
+
+    @property
+    def groups(self) -> tuple[CacheGroupPlan, ...]:
+        """Page rows and append destinations, in the order of the runner's groups."""
+        plans = []
+        for group, fill in self.group_specs:
+            name = group.name
+            if isinstance(group, StateGroup):
+                shape = (self.bucket.sequences, fill.pages_per_state)
+                pages = [self.column(f"{side}_pages:{name}").reshape(shape) for side in ("input", "output")]
+                plans.append(CacheGroupPlan(name, input_pages=pages[0], output_pages=pages[1]))
+            else:
+                plans.append(CacheGroupPlan(name, *(self.column(f"{field}:{name}") for field in PAGED_COLUMNS)))
+        return tuple(plans)
 
     @property
     def emits(self) -> np.ndarray:
@@ -133,54 +202,22 @@ class BatchPlan:
     @property
     def wants_logprobs(self) -> bool:
         """True if a row asks for the logprobs of its sampled token."""
-        return bool((self.row_flags[: self.num_sequences] & RowFlag.LOGPROBS).any())
+        return bool(int(self.column("header")[2]) & RowFlag.LOGPROBS)
 
 
-def plan_from_columns(
+def build_plan(
     config: RunnerConfig,
     bucket: Bucket,
     buffer: np.ndarray,
-    columns: Mapping[str, np.ndarray],
     *,
     step: int,
     slot_loads: tuple[SlotLoad, ...] = (),
     allowed_masks: np.ndarray | None = None,
     request_ids: tuple[int, ...] = (),
 ) -> BatchPlan:
-    """The BatchPlan over a filled buffer's columns: how the planner, recordings and tests make one.
-
-    Args:
-        columns: `plan_layout(bucket, config.groups, config.geometry).views(buffer)`.
-    """
-    groups = []
-    for group, fill in zip(config.groups, config.geometry.groups, strict=True):
-        name = group.name
-        if isinstance(group, StateGroup):
-            shape = (bucket.sequences, fill.pages_per_state)
-            pages = [columns[f"{side}_pages:{name}"].reshape(shape) for side in ("input", "output")]
-            groups.append(CacheGroupPlan(name, input_pages=pages[0], output_pages=pages[1]))
-        else:
-            fields = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
-            groups.append(CacheGroupPlan(name, *(columns[f"{field}:{name}"] for field in fields)))
-    sequences, tokens, _, top_logprobs = columns["header"].tolist()
-    return BatchPlan(
-        step=step,
-        phase=bucket.phase,
-        bucket=bucket,
-        num_sequences=sequences,
-        num_tokens=tokens,
-        buffer=buffer,
-        token_ids=columns["token_ids"],
-        positions=columns["positions"],
-        query_indptr=columns["query_indptr"],
-        seq_lens=columns["seq_lens"],
-        slots=columns["slots"],
-        row_flags=columns["row_flags"],
-        next_token=columns["next_token"],
-        groups=tuple(groups),
-        sampling={name: columns[name] for name in SAMPLING_COLUMNS},
-        slot_loads=slot_loads,
-        allowed_masks=allowed_masks,
-        top_logprobs=top_logprobs,
-        request_ids=request_ids,
-    )
+    """Freezes a filled int32 `[plan_layout(...).words]` buffer into a plan; its header holds the live counts."""
+    buffer.flags.writeable = False
+    layout = plan_layout(bucket, config.groups, config.geometry)
+    sequences, tokens = layout.view(buffer, "header")[:2].tolist()
+    specs = tuple(zip(config.groups, config.geometry.groups, strict=True))
+    return BatchPlan(step, bucket, sequences, tokens, buffer, layout, specs, slot_loads, allowed_masks, request_ids)

@@ -6,7 +6,7 @@ program, and plan recordings store the buffer as it is. Float columns travel bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,20 +26,23 @@ class Column:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlanLayout:
     """The columns of one bucket's buffer and its size in 32-bit words."""
 
     columns: tuple[Column, ...]
     words: int
+    by_name: Mapping[str, Column]
+
+    def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """View of one column of an int32 `[words]` buffer."""
+        column = self.by_name[name]
+        part = buffer[column.offset : column.offset + column.length]
+        return part if column.dtype == "int32" else part.view(np.float32)
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Views of every column of an int32 `[words]` buffer, by name."""
-        floats = buffer.view(np.float32)
-        return {
-            column.name: (buffer if column.dtype == "int32" else floats)[column.offset : column.offset + column.length]
-            for column in self.columns
-        }
+        return {name: self.view(buffer, name) for name in self.by_name}
 
 
 HEADER = ("num_sequences", "num_tokens", "any_flags", "top_logprobs")
@@ -52,6 +55,9 @@ SEQUENCE_FLOATS = (
     "frequency_penalty",
     "repetition_penalty",
 )
+
+
+PAGED_COLUMNS = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
 
 
 def plan_layout(bucket: Bucket, groups: Sequence[CacheGroup], geometry: CacheGeometry) -> PlanLayout:
@@ -93,4 +99,4 @@ def _plan_layout(bucket: Bucket, groups: tuple[CacheGroup, ...], geometry: Cache
         add(f"first_position:{group.name}", sequences)
         add(f"append_pages:{group.name}", tokens)
         add(f"append_offsets:{group.name}", tokens)
-    return PlanLayout(tuple(columns), words)
+    return PlanLayout(tuple(columns), words, {column.name: column for column in columns})

@@ -224,14 +224,18 @@ class CacheManager:
         return True
 
     def try_extend_each(
-        self, leases: list[CacheLease], computed: np.ndarray, reservation: Reservation
+        self, leases: list[CacheLease], computed: np.ndarray, growing: list[list[int]], reservation: Reservation
     ) -> set[int] | None:
-        """Reserves one more token for each request; the indices whose rows changed, None if there is no room."""
-        grow = [np.flatnonzero(computed % group.span_tokens == 0).tolist() for group in self.paged]
+        """Reserves one more token for each request; the indices whose rows changed, None if there is no room.
+
+        Args:
+            computed: int [n], tokens of each request before.
+            growing: for each paged group the indices whose next token starts a page.
+        """
         sealing: list[int] = []
         if self.state_pages and self.prefix_cache:
             sealing = np.flatnonzero(computed % self.checkpoint_tokens == 0).tolist()
-        count = sum(len(rows) for rows in grow) + len(sealing) * sum(self.state_pages)
+        count = sum(map(len, growing)) + len(sealing) * sum(self.state_pages)
         if not count:
             return set()
         pages = self._take(count)
@@ -239,7 +243,7 @@ class CacheManager:
             return None
         reservation.taken.extend(pages)
         source = iter(pages)
-        for index, rows in enumerate(grow):
+        for index, rows in enumerate(growing):
             for i in rows:
                 row = leases[i].rows[index]
                 row.append_one(next(source))
@@ -247,7 +251,7 @@ class CacheManager:
         for i in sealing:
             fresh = [next(source) for _ in range(sum(self.state_pages))]
             self._advance_states(leases[i], int(computed[i]), fresh, reservation)
-        return {i for rows in (*grow, sealing) for i in rows}
+        return {i for rows in (*growing, sealing) for i in rows}
 
     def is_sealed(self, position: int) -> bool:
         """True if the state after `position` tokens is a checkpoint that must stay as it is."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from resin.plan import Bucket, PlanLayout
 from resin.sched.lease import CacheLease
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
@@ -16,58 +17,78 @@ class Cohort:
 
     Attributes:
         slots: int32 [n].
-        views: for each paged group, the row of pages of each request, chronological.
+        steps_left: steps until the first row reaches its output limit, plans in flight counted as done.
+        views: for each paged group, the page row of each request, chronological.
         row_pages, tails, first_positions: int32 [groups, n], length, last page and first token of each row.
+        total_pages: pages of all rows, for each paged group.
         input_pages, output_pages: for each State group int32 [n, pages].
-        statics: column name -> [n] columns that stay the same from step to step.
+        dirty: indices whose pages changed since they were last read.
     """
 
     def __init__(self, requests: list[Request], table: SlotTable, spans: list[int], state_pages: list[int]) -> None:
         count = len(requests)
         self.requests = requests
-        self.slots = np.fromiter((request.slot for request in requests), np.int32, count)
+        self.slots = slots = np.fromiter((request.slot for request in requests), np.int32, count)
         self.index = {request.slot: i for i, request in enumerate(requests)}
         self.leases: list[CacheLease] = [request.lease for request in requests if request.lease is not None]
         assert len(self.leases) == count
+        self.ids = tuple([request.id for request in requests])
         self.append_output: list[Callable[[int], None]] = [request.output_ids.append for request in requests]
+        self.indptr = np.arange(count + 1)
+        room = table.max_outputs[slots] - table.outputs[slots] - table.pending[slots]
+        self.steps_left = int(room.min(initial=1 << 30))
+        stop_ids = table.stop_ids[slots]
+        self.stop_ids = stop_ids[:, : int((stop_ids >= 0).sum(axis=1).max(initial=0))]
+        self.constrained = bool(table.constrained[slots].any())
+        self.has_minimum = bool((table.min_outputs[slots] > table.outputs[slots]).any())
         self._spans = spans
         self.views: list[list[np.ndarray]] = [[np.empty(0, np.int32)] * count for _ in spans]
         self.row_pages = np.zeros((len(spans), count), np.int32)
         self.tails = np.zeros((len(spans), count), np.int32)
         self.first_positions = np.zeros((len(spans), count), np.int32)
+        self.total_pages = [0] * len(spans)
         self.input_pages = [np.zeros((count, pages), np.int32) for pages in state_pages]
         self.output_pages = [np.zeros((count, pages), np.int32) for pages in state_pages]
-        self.statics = {name: column[self.slots] for name, column in table.sampling.items()}
-        self.flags = table.flags[self.slots]
-        self.top_logprobs = int(table.top_logprobs[self.slots].max(initial=0))
-        self.stop_ids = table.stop_ids[self.slots]
-        self.has_stops = bool((self.stop_ids >= 0).any())
-        self.max_outputs = table.max_outputs[self.slots]
-        self.min_outputs = table.min_outputs[self.slots]
-        self.has_minimum = bool((self.min_outputs > 0).any())
-        self.constrained = bool(table.constrained[self.slots].any())
         self.dirty: set[int] = set(range(count))
+        self.template: PlanTemplate | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def refresh(self) -> None:
-        """Reads the rows again whose pages changed since the last plan."""
+    def refresh(self) -> bool:
+        """Reads the rows again whose pages changed; True if there were any."""
+        if not self.dirty:
+            return False
         for i in self.dirty:
             lease = self.leases[i]
             for group, row in enumerate(lease.rows):
-                view = row.view()
-                self.views[group][i] = view
-                self.row_pages[group, i] = len(view)
-                self.tails[group, i] = view[-1]
+                self.views[group][i] = row.view()
+                self.row_pages[group, i] = len(row)
+                self.tails[group, i] = row.last_page
                 self.first_positions[group, i] = row.first * self._spans[group]
             for group, ring in enumerate(lease.states):
                 assert ring.current is not None
                 self.output_pages[group][i] = ring.current
                 self.input_pages[group][i] = ring.current
         self.dirty.clear()
+        self.total_pages = self.row_pages.sum(axis=1).tolist()
+        return True
+
+    def growing(self, computed: np.ndarray) -> list[list[int]]:
+        """For each paged group the rows whose next token starts a page."""
+        return [np.flatnonzero(computed % span == 0).tolist() for span in self._spans]
 
     def set_state_input(self, i: int) -> None:
         """The row's states move to new pages in this plan: read them from the checkpoint just sealed."""
         for group, ring in enumerate(self.leases[i].states):
             self.input_pages[group][i] = ring.held[-1][1]
+
+
+class PlanTemplate:
+    """The buffer of the cohort's latest plan; the next plan is a copy with the changed columns written over."""
+
+    def __init__(self, bucket: Bucket, layout: PlanLayout) -> None:
+        self.bucket = bucket
+        self.buffer = np.zeros(layout.words, np.int32)
+        self.columns = layout.views(self.buffer)
+        self.from_slot: bool | None = None  # what the rows' flags say, None if they differ or are not written

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from resin.plan import BatchPlan, ForwardOutput, ResinError, RowFlag
+from resin.sched.cohort import Cohort
 from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.scheduler import PlannedStep, Scheduler
+from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
 
 
 class BadOutput(ResinError):
@@ -40,29 +42,80 @@ def commit(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) ->
     Raises:
         BadOutput: the output does not fit the plan.
     """
-    emits = planned.plan.emits
-    rows = check_output(planned.plan, output, emits, scheduler.config.vocab_size)
-    table, slots = scheduler.table, planned.slots
-    table.in_flight[slots] -= 1
-    if planned.chunks is None:
-        table.committed[slots] += 1
+    if planned.cohort is not None:
+        committed = _commit_decode(scheduler, planned, planned.cohort, output)
     else:
-        table.committed[slots] = [chunk.stop for chunk in planned.chunks]
-        _collect_prompt_logprobs(planned, output)
-    emitting = slots if emits.all() else slots[emits]
-    table.pending[emitting] -= 1
-    live = _live_rows(scheduler, planned)
-    tokens = np.asarray(output.token_ids)[rows].astype(np.int32, copy=False)
-    if live is not None:
-        keep = live[emits]
-        rows, tokens, emitting = rows[keep], tokens[keep], emitting[keep]
-    committed = _append(scheduler, planned, emits if live is None else emits & live, emitting, tokens, rows)
-    _commit_cache(scheduler, planned, live)
+        committed = _commit_prefill(scheduler, planned, output)
     return committed
 
 
-def check_output(plan: BatchPlan, output: ForwardOutput, emits: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The index of each emitting row's token in the output.
+def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, output: ForwardOutput) -> Committed:
+    table, slots = scheduler.table, planned.slots
+    tokens, rows = check_output(planned.plan, output, None, scheduler.config.vocab_size)
+    live = _live_rows(scheduler, planned)
+    if live is None:
+        table.counts[slots] += COMMITTED
+        for append, token in zip(cohort.append_output, tokens.tolist(), strict=True):
+            append(token)
+        requests = cohort.requests
+        stop_ids = cohort.stop_ids
+    else:
+        table.counts[slots] += np.where(live[:, None], COMMITTED, DISCARDED)
+        _release_closed(scheduler, planned, live)
+        rows, tokens, slots = rows[live], tokens[live], slots[live]
+        requests = [request for request, goes_on in zip(cohort.requests, live.tolist(), strict=True) if goes_on]
+        for request, token in zip(requests, tokens.tolist(), strict=True):
+            request.output_ids.append(token)
+        stop_ids = cohort.stop_ids[live]
+    table.last_token[slots] = tokens
+    committed = Committed(requests, slots, tokens, rows)
+    _find_ends(table, committed, stop_ids, limits=cohort.steps_left <= 0)
+    cache = scheduler.cache
+    if cache.needs_commits:
+        positions = table.committed[slots]
+        due = np.flatnonzero(cache.commits_at(positions)).tolist()
+        _commit_cache(scheduler, [(requests[i], int(positions[i])) for i in due])
+    return committed
+
+
+def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) -> Committed:
+    table, slots, chunks = scheduler.table, planned.slots, planned.chunks
+    assert chunks is not None
+    emits = planned.plan.emits
+    tokens, rows = check_output(planned.plan, output, emits, scheduler.config.vocab_size)
+    _collect_prompt_logprobs(planned, output)
+    table.in_flight[slots] -= 1
+    table.committed[slots] = [chunk.stop for chunk in chunks]
+    table.pending[slots[emits]] -= 1
+    live = _live_rows(scheduler, planned)
+    if live is not None:
+        _release_closed(scheduler, planned, live)
+        rows, tokens = rows[live[emits]], tokens[live[emits]]
+        chunks = [chunk for chunk, goes_on in zip(chunks, live.tolist(), strict=True) if goes_on]
+    requests = [chunk.request for chunk in chunks if chunk.emits]
+    for request, token in zip(requests, tokens.tolist(), strict=True):
+        request.output_ids.append(token)
+    slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
+    table.known[slots] += 1
+    table.outputs[slots] += 1
+    table.last_token[slots] = tokens
+    committed = Committed(requests, slots, tokens, rows)
+    _find_ends(table, committed, table.stop_ids[slots], limits=True)
+    if scheduler.cache.needs_commits:
+        _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
+    return committed
+
+
+def check_output(
+    plan: BatchPlan, output: ForwardOutput, emits: np.ndarray | None, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The token of each emitting row, and its index in the output's columns.
+
+    Args:
+        emits: bool [num_sequences], None if every row emits.
+
+    Returns:
+        int32 [R] and int64 [R].
 
     Raises:
         BadOutput: wrong shapes, not exactly one token for an emitting row, or an id outside the vocabulary.
@@ -70,72 +123,55 @@ def check_output(plan: BatchPlan, output: ForwardOutput, emits: np.ndarray, voca
     indptr, tokens = np.asarray(output.token_indptr), np.asarray(output.token_ids)
     if indptr.shape != (plan.num_sequences + 1,):
         raise BadOutput(f"token_indptr has shape {indptr.shape}: expected ({plan.num_sequences + 1},)")
-    indptr = indptr.astype(np.int64)
-    if indptr[0] != 0 or indptr[-1] != tokens.size or tokens.ndim != 1:
+    if tokens.ndim != 1 or indptr[0] != 0 or int(indptr[-1]) != tokens.size:
         raise BadOutput(f"token_indptr spans {indptr[0]} to {indptr[-1]}: expected 0 to {tokens.size} token_ids")
-    lengths = np.diff(indptr)
-    if (lengths[emits] != 1).any() or (lengths < 0).any():
+    indptr = indptr.astype(np.int64, copy=False)
+    lengths = indptr[1:] - indptr[:-1]
+    if not bool((lengths == 1).all() if emits is None else ((lengths >= 0) & ((lengths == 1) | ~emits)).all()):
         raise BadOutput("token_indptr gives an emitting row other than one token")
-    rows = indptr[:-1] if emits.all() else indptr[:-1][emits]
-    chosen = tokens[rows]
-    if vocab_size and chosen.size and (int(chosen.max()) >= vocab_size or int(chosen.min()) < 0):
+    rows = indptr[:-1] if emits is None else indptr[:-1][emits]
+    chosen = tokens if emits is None else tokens[rows]
+    if vocab_size and chosen.size and not (0 <= int(chosen.min()) and int(chosen.max()) < vocab_size):
         raise BadOutput(f"token_ids reach {int(chosen.max())}: expected ids in [0, {vocab_size - 1}]")
-    return rows
+    return chosen.astype(np.int32, copy=False), rows
 
 
 def _live_rows(scheduler: Scheduler, planned: PlannedStep) -> np.ndarray | None:
-    """bool [n] with False for rows whose request ended, None if all go on; frees what waited for this plan."""
+    """bool [n] with False for rows whose request ended, None if all go on."""
     if not scheduler.closing:
         return None
     live = np.array([not request.is_finished for request in planned.requests], np.bool_)
-    for row in np.flatnonzero(~live).tolist():
-        scheduler.release_closed(planned.requests[row])
     return None if live.all() else live
 
 
-def _append(
-    scheduler: Scheduler,
-    planned: PlannedStep,
-    emitted: np.ndarray,
-    slots: np.ndarray,
-    tokens: np.ndarray,
-    rows: np.ndarray,
-) -> Committed:
-    table, cohort = scheduler.table, planned.cohort
-    table.known[slots] += 1
-    table.outputs[slots] += 1
-    table.last_token[slots] = tokens
-    whole = cohort is not None and len(tokens) == len(cohort)
-    if cohort is not None and whole:
-        requests = cohort.requests
-        for append, token in zip(cohort.append_output, tokens.tolist(), strict=True):
-            append(token)
-    else:
-        requests = [planned.requests[row] for row in np.flatnonzero(emitted).tolist()]
-        for request, token in zip(requests, tokens.tolist(), strict=True):
-            request.output_ids.append(token)
-    full = table.outputs[slots] >= table.max_outputs[slots]
-    stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) if cohort is None or cohort.has_stops else None
-    ended = full if stopped is None else full | stopped
-    committed = Committed(requests, slots, tokens, rows)
+def _release_closed(scheduler: Scheduler, planned: PlannedStep, live: np.ndarray) -> None:
+    """Frees the ended requests that waited for this plan alone."""
+    for row in np.flatnonzero(~live).tolist():
+        scheduler.release_closed(planned.requests[row])
+
+
+def _find_ends(table: SlotTable, committed: Committed, stop_ids: np.ndarray, *, limits: bool) -> None:
+    """Notes the requests that ended with their new token: a stop token, or the last one that they may have."""
+    slots, tokens = committed.slots, committed.token_ids
+    ended: np.ndarray | None = None
+    stopped: np.ndarray | None = None
+    if stop_ids.shape[1]:
+        stopped = (stop_ids == tokens[:, None]).any(axis=1)
+        ended = stopped
+    if limits:
+        full = table.outputs[slots] >= table.max_outputs[slots]
+        ended = full if stopped is None else full | stopped
+    if ended is None:
+        return
     for i in np.flatnonzero(ended).tolist():
         reason = FinishReason.STOP if stopped is not None and stopped[i] else FinishReason.LENGTH
-        committed.finished.append((requests[i], reason))
-    return committed
+        committed.finished.append((committed.requests[i], reason))
 
 
-def _commit_cache(scheduler: Scheduler, planned: PlannedStep, live: np.ndarray | None) -> None:
-    """Publishes and trims the rows whose position calls for it, before anything of them is released."""
-    cache, table, slots = scheduler.cache, scheduler.table, planned.slots
-    if not cache.needs_commits:
-        return
-    positions = table.committed[slots]
-    due = np.ones(len(slots), np.bool_) if planned.chunks is not None else cache.commits_at(positions)
-    if live is not None:
-        due &= live
-    for row in np.flatnonzero(due).tolist():
-        request = planned.requests[row]
-        cache.commit(request, int(positions[row]), int(table.computed[slots[row]]))
+def _commit_cache(scheduler: Scheduler, rows: list[tuple[Request, int]]) -> None:
+    """Publishes and trims, before anything of the rows is released."""
+    for request, position in rows:
+        scheduler.cache.commit(request, position, int(scheduler.table.computed[request.slot]))
         scheduler.rows_changed(request)
 
 

@@ -10,14 +10,15 @@ import numpy as np
 from resin.plan import (
     BatchPlan,
     Bucket,
+    PlanLayout,
     RowFlag,
     RunnerConfig,
     SlotLoad,
     StateGroup,
     plan_layout,
 )
-from resin.plan.batch import SAMPLING_COLUMNS, plan_from_columns
-from resin.sched.cohort import Cohort
+from resin.plan.batch import SAMPLING_COLUMNS
+from resin.sched.cohort import Cohort, PlanTemplate
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
 
@@ -40,6 +41,8 @@ class Planner:
         self._table = table
         self._scratch_slot = config.max_sequences
         pairs = list(zip(config.groups, config.geometry.groups, strict=True))
+        self._specs = tuple(pairs)
+        self._layouts: dict[Bucket, PlanLayout] = {}
         self._paged = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
         self._states = [(group, fill) for group, fill in pairs if isinstance(group, StateGroup)]
         self.spans = [fill.span_tokens for _, fill in self._paged]
@@ -52,52 +55,79 @@ class Planner:
 
     # -- decode -------------------------------------------------------------------------------------------------
 
-    def plan_decode(self, step: int, bucket: Bucket, cohort: Cohort, masks: np.ndarray | None) -> BatchPlan:
-        """One token for each row of the cohort, whose `computed` columns stand before this plan."""
-        table, slots, count = self._table, cohort.slots, len(cohort)
-        buffer = np.zeros(plan_layout(bucket, self._config.groups, self._config.geometry).words, np.int32)
-        columns = self._columns(bucket, buffer)
-        computed = table.computed[slots]
-        flags = self._decode_flags(cohort)
-        columns["header"][:] = (count, count, int(np.bitwise_or.reduce(flags)), cohort.top_logprobs)
-        columns["token_ids"][:count] = table.last_token[slots]
+    def plan_decode(
+        self,
+        step: int,
+        bucket: Bucket,
+        cohort: Cohort,
+        counts: np.ndarray,
+        pages_changed: bool,
+        masks: np.ndarray | None,
+    ) -> BatchPlan:
+        """One token for each row of the cohort.
+
+        Args:
+            counts: int32 [n, 6], the rows of `SlotTable.counts` before this plan.
+            pages_changed: some page row differs from that of the cohort's latest plan.
+        """
+        template, count = cohort.template, len(cohort)
+        if template is None or template.bucket is not bucket:
+            template = cohort.template = self._decode_template(bucket, cohort)
+            pages_changed = True
+        columns, computed = template.columns, counts[:, 0]
         columns["positions"][:count] = computed
-        indptr = columns["query_indptr"]
-        indptr[: count + 1] = np.arange(count + 1)
-        indptr[count + 1 :] = count
-        columns["seq_lens"][:count] = computed + 1
-        columns["slots"][:count] = slots
-        columns["slots"][count:] = self._scratch_slot
-        columns["row_flags"][:count] = flags
-        columns["next_token"][:] = -1
-        for name, values in cohort.statics.items():
-            columns[name][:count] = values
+        np.add(computed, 1, out=columns["seq_lens"][:count])
+        self._fill_tokens(template, cohort, counts)
         for group, (spec, fill) in enumerate(self._paged):
             name, ratio = spec.name, spec.tokens_per_entry
-            self._fill_rows(columns, name, cohort.views[group], cohort.row_pages[group], count)
-            columns[f"first_position:{name}"][:count] = cohort.first_positions[group]
-            pages, offsets = cohort.tails[group], computed // ratio % fill.page_entries
-            if ratio > 1:
+            if pages_changed:
+                self._fill_rows(columns, name, cohort.views[group], cohort.row_pages[group], count)
+                columns[f"first_position:{name}"][:count] = cohort.first_positions[group]
+                columns[f"append_pages:{name}"][:count] = cohort.tails[group]
+            if ratio == 1:
+                np.remainder(computed, fill.page_entries, out=columns[f"append_offsets:{name}"][:count])
+            else:
                 complete = (computed + 1) % ratio == 0
-                pages, offsets = np.where(complete, pages, 0), np.where(complete, offsets, 0)
-            columns[f"append_pages:{name}"][:count] = pages
-            columns[f"append_offsets:{name}"][:count] = offsets
-        for group, (state, fill) in enumerate(self._states):
-            words = count * fill.pages_per_state
-            columns[f"input_pages:{state.name}"][:words] = cohort.input_pages[group].reshape(-1)
-            columns[f"output_pages:{state.name}"][:words] = cohort.output_pages[group].reshape(-1)
-        ids = tuple([request.id for request in cohort.requests])
-        return self._freeze(step, bucket, buffer, columns, masks=masks, ids=ids)
+                columns[f"append_pages:{name}"][:count] = np.where(complete, cohort.tails[group], 0)
+                offsets = computed // ratio % fill.page_entries
+                columns[f"append_offsets:{name}"][:count] = np.where(complete, offsets, 0)
+        if pages_changed:
+            for group, (state, fill) in enumerate(self._states):
+                words = count * fill.pages_per_state
+                columns[f"input_pages:{state.name}"][:words] = cohort.input_pages[group].reshape(-1)
+                columns[f"output_pages:{state.name}"][:words] = cohort.output_pages[group].reshape(-1)
+        return self._build(step, bucket, template.buffer.copy(), masks=masks, ids=cohort.ids)
 
-    def _decode_flags(self, cohort: Cohort) -> np.ndarray:
-        table, slots = self._table, cohort.slots
-        flags = cohort.flags | RowFlag.EMIT
-        pending = table.pending[slots]
-        if pending.any():
-            flags[pending > 0] |= RowFlag.FROM_SLOT
+    def _decode_template(self, bucket: Bucket, cohort: Cohort) -> PlanTemplate:
+        """Everything that stays the same while the cohort and its bucket do."""
+        template = PlanTemplate(bucket, self._layout(bucket))
+        table, columns, slots, count = self._table, template.columns, cohort.slots, len(cohort)
+        columns["header"][:2] = count
+        columns["header"][3] = table.top_logprobs[slots].max(initial=0)
+        columns["query_indptr"][:] = count
+        columns["query_indptr"][: count + 1] = cohort.indptr
+        columns["slots"][:] = self._scratch_slot
+        columns["slots"][:count] = slots
+        columns["next_token"][:] = -1
+        for name in SAMPLING_COLUMNS:
+            columns[name][:count] = table.sampling[name][slots]
+        return template
+
+    def _fill_tokens(self, template: PlanTemplate, cohort: Cohort, counts: np.ndarray) -> None:
+        """Token ids and flags; unchanged from the latest plan while all rows take their token from their slots."""
+        table, slots, columns, count = self._table, cohort.slots, template.columns, len(cohort)
+        pending = counts[:, 3] > 0
+        every = bool(pending.all())
+        if every and template.from_slot and not cohort.has_minimum:
+            return
+        flags = table.flags[slots] | RowFlag.EMIT
+        flags[pending] |= RowFlag.FROM_SLOT
         if cohort.has_minimum:
-            flags[table.outputs[slots] + pending < cohort.min_outputs] |= RowFlag.SUPPRESS_STOP
-        return flags
+            flags[counts[:, 5] + counts[:, 3] < table.min_outputs[slots]] |= RowFlag.SUPPRESS_STOP
+        columns["row_flags"][:count] = flags
+        columns["header"][2] = np.bitwise_or.reduce(flags)
+        columns["token_ids"][:count] = np.where(pending, 0, table.last_token[slots])
+        template.from_slot = every
 
     @staticmethod
     def _fill_rows(
@@ -115,8 +145,9 @@ class Planner:
         """A chunk of each request; all pages up to each chunk's end are in its lease."""
         table, count = self._table, len(chunks)
         slots = np.fromiter((chunk.request.slot for chunk in chunks), np.int32, count)
-        buffer = np.zeros(plan_layout(bucket, self._config.groups, self._config.geometry).words, np.int32)
-        columns = self._columns(bucket, buffer)
+        layout = self._layout(bucket)
+        buffer = np.zeros(layout.words, np.int32)
+        columns = layout.views(buffer)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
         stops = np.fromiter((chunk.stop for chunk in chunks), np.int32, count)
         indptr = columns["query_indptr"]
@@ -147,7 +178,7 @@ class Planner:
             self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load
         )
         ids = tuple(chunk.request.id for chunk in chunks)
-        return self._freeze(step, bucket, buffer, columns, loads=loads, masks=masks, ids=ids)
+        return self._build(step, bucket, buffer, loads=loads, masks=masks, ids=ids)
 
     def _fill_prefill_pages(self, columns: dict[str, np.ndarray], chunks: list[Chunk], indptr: np.ndarray) -> None:
         leases = [chunk.request.lease for chunk in chunks]
@@ -207,26 +238,28 @@ class Planner:
 
     # -- both ---------------------------------------------------------------------------------------------------
 
-    def _columns(self, bucket: Bucket, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        return plan_layout(bucket, self._config.groups, self._config.geometry).views(buffer)
+    def _layout(self, bucket: Bucket) -> PlanLayout:
+        layout = self._layouts.get(bucket)
+        if layout is None:
+            layout = self._layouts[bucket] = plan_layout(bucket, self._config.groups, self._config.geometry)
+            if not self._config.buckets:
+                self._layouts.clear()  # exact-size plans: every shape may be new
+        return layout
 
-    def _freeze(
+    def _build(
         self,
         step: int,
         bucket: Bucket,
         buffer: np.ndarray,
-        columns: dict[str, np.ndarray],
         *,
         masks: np.ndarray | None,
         ids: tuple[int, ...],
         loads: tuple[SlotLoad, ...] = (),
     ) -> BatchPlan:
         buffer.flags.writeable = False
-        for view in columns.values():
-            view.flags.writeable = False
-        return plan_from_columns(
-            self._config, bucket, buffer, columns, step=step, slot_loads=loads, allowed_masks=masks, request_ids=ids
-        )
+        sequences, tokens = buffer[:2].tolist()  # the header comes first
+        layout = self._layout(bucket)
+        return BatchPlan(step, bucket, sequences, tokens, buffer, layout, self._specs, loads, masks, ids)
 
 
 def _next_token(chunk: Chunk) -> int:

@@ -19,7 +19,7 @@ from resin.sched.masks import allowed_masks
 from resin.sched.planner import Chunk, Planner
 from resin.sched.queue import RequestQueue
 from resin.sched.request import Request, RequestState
-from resin.sched.slots import SlotTable
+from resin.sched.slots import ACCEPTED, SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,17 @@ class Scheduler:
         """The runner took the plan: what it computes and emits counts from now on."""
         self._step += 1
         table, slots = self.table, planned.slots
-        table.in_flight[slots] += 1
-        table.last_step[slots] = self._step
-        if planned.chunks is None:
+        if planned.cohort is not None:
             self.prefill_streak = 0
-            table.computed[slots] += 1
-            table.pending[slots] += 1
+            table.counts[slots] += ACCEPTED
+            planned.cohort.steps_left -= 1
+            if len(planned.cohort) < len(self.decoding):
+                table.last_step[slots] = self._step
+                self._cohort = None  # other rows' turn
             return
+        assert planned.chunks is not None
         self.prefill_streak += 1
+        table.in_flight[slots] += 1
         for chunk in planned.chunks:
             slot = chunk.request.slot
             table.computed[slot] = chunk.stop
@@ -285,51 +288,55 @@ class Scheduler:
             cohort = self._current_cohort()
             if cohort is None:
                 return None
-            reservation = Reservation()
-            computed = self.table.computed[cohort.slots]
-            bucket = self._bucket_for(self._lengths_after_growth(cohort, computed))
+            counts = self.table.counts[cohort.slots]
+            computed = counts[:, 0]
+            pages_changed = cohort.refresh()
+            growing = cohort.growing(computed)
+            bucket = self._decode_bucket(cohort, growing)
             if bucket is None:  # rows grew past the largest bucket: decode fewer of them
                 self._cohort = None
                 continue
-            changed = self.cache.try_extend_each(cohort.leases, computed, reservation)
+            reservation = Reservation()
+            changed = self.cache.try_extend_each(cohort.leases, computed, growing, reservation)
             if changed is not None:
                 break
             if in_flight or not self._retract_youngest():
                 return None
-        self._refresh(cohort, changed, computed)
         try:
-            masks = None
-            if cohort.constrained:
-                rows = [request if request.params.allowed_tokens else None for request in cohort.requests]
-                masks = allowed_masks(rows, bucket.sequences, self.config.vocab_size, self.failures)
-            plan = self.planner.plan_decode(self._step, bucket, cohort, masks)
+            if changed:
+                cohort.dirty |= changed
+                pages_changed |= cohort.refresh()
+                self._read_sealed_states(cohort, changed, computed)
+            masks = self._decode_masks(cohort, bucket) if cohort.constrained else None
+            plan = self.planner.plan_decode(self._step, bucket, cohort, counts, pages_changed, masks)
         except BaseException:
             self.cache.rollback(reservation)
             self._cohort = None
             raise
         return PlannedStep(plan, reservation, cohort.slots, cohort.requests, None, cohort)
 
-    def _refresh(self, cohort: Cohort, changed: set[int], computed: np.ndarray) -> None:
-        cohort.dirty |= changed
-        cohort.refresh()
+    def _read_sealed_states(self, cohort: Cohort, changed: set[int], computed: np.ndarray) -> None:
         if self.cache.state_pages:
             for i in changed:
                 if self.cache.is_sealed(int(computed[i])):
                     cohort.set_state_input(i)
                     cohort.dirty.add(i)
 
+    def _decode_masks(self, cohort: Cohort, bucket: Bucket) -> np.ndarray | None:
+        rows = [request if request.params.allowed_tokens else None for request in cohort.requests]
+        return allowed_masks(rows, bucket.sequences, self.config.vocab_size, self.failures)
+
     def _current_cohort(self) -> Cohort | None:
         """The sticky cohort if all its rows go on, else a new one of all rows that can decode."""
-        cohort, table = self._cohort, self.table
-        if cohort is not None and not cohort.constrained and len(cohort) == len(self.decoding):
-            slots = cohort.slots
-            if not ((table.outputs[slots] + table.pending[slots]) >= cohort.max_outputs).any():
+        cohort = self._cohort
+        if cohort is not None and cohort.steps_left > 0 and len(cohort) == len(self.decoding):
+            if not cohort.constrained:
                 return cohort
         rows = [request for request in self.decoding if self._can_decode(request)]
         if not rows:
             return None
         cohort = self._new_cohort(rows)
-        if self._bucket_for(self._lengths_after_growth(cohort, table.computed[cohort.slots])) is None:
+        if self._decode_bucket(cohort, cohort.growing(self.table.computed[cohort.slots])) is None:
             cohort = self._new_cohort(self._rows_that_fit(rows))
         self._cohort = cohort
         return cohort
@@ -343,26 +350,21 @@ class Scheduler:
         """As many of the rows that waited longest for a step as one bucket holds."""
         rows = sorted(rows, key=lambda request: (int(self.table.last_step[request.slot]), request.rank, request.id))
         rows = rows[: self._max_decode_rows]
-        cohort = self._new_cohort(rows)
-        lengths = self._lengths_after_growth(cohort, self.table.computed[cohort.slots])
-        count = len(rows)
-        while count > 1 and self._bucket_for(lengths[:, :count]) is None:
-            count -= 1
-        return rows[:count]
+        while len(rows) > 1:
+            cohort = self._new_cohort(rows)
+            if self._decode_bucket(cohort, cohort.growing(self.table.computed[cohort.slots])) is not None:
+                break
+            rows = rows[:-1]
+        return rows
 
-    def _lengths_after_growth(self, cohort: Cohort, computed: np.ndarray) -> np.ndarray:
-        """int32 [groups, n]: pages of each row once the next token has room."""
-        lengths = cohort.row_pages
-        for group, paged in enumerate(self.cache.paged):
-            grows = computed % paged.span_tokens == 0
-            if grows.any():
-                lengths = lengths.copy() if lengths is cohort.row_pages else lengths
-                lengths[group] += grows
-        return lengths
-
-    def _bucket_for(self, lengths: np.ndarray) -> Bucket | None:
-        count = lengths.shape[1]
-        needs = self.planner.row_pages(lengths.sum(axis=1).tolist())
+    def _decode_bucket(self, cohort: Cohort, growing: list[list[int]]) -> Bucket | None:
+        """The smallest bucket that holds the rows once their next tokens have room."""
+        totals = [pages + len(rows) for pages, rows in zip(cohort.total_pages, growing, strict=True)]
+        count = len(cohort)
+        needs = totals if not self.cache.state_pages else self.planner.row_pages(totals)
+        template = cohort.template
+        if template is not None and template.bucket.holds(count, count, needs) and self.config.buckets:
+            return template.bucket
         return smallest_bucket(self.config.buckets, Phase.DECODE, count, count, needs)
 
     # -- memory pressure ----------------------------------------------------------------------------------------
