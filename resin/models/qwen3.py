@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from resin.models.config import refuse
@@ -19,7 +19,8 @@ class Qwen3Config(LlamaConfig):
         """Reads a config; raises InvalidRequest as `LlamaConfig.from_hf` does."""
         refuse(config, "use_sliding_window", False)
         # Published files carry window settings beside use_sliding_window=false; they mean nothing then.
-        return super(Qwen3Config, cls).from_hf({**config, "sliding_window": None})
+        llama = LlamaConfig.from_hf({**config, "sliding_window": None})
+        return cls(**{field.name: getattr(llama, field.name) for field in fields(llama)})
 
 
 class Qwen3Layer(LlamaLayer):

@@ -14,11 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from resin.models.declare import Declaration, Init, Same, Weight
+from resin.models.declare import Declaration, Init, Weight
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError
 
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what) while something long runs; bytes while weights load."""
+Progress = Callable[[str, int, int | None], None]
+"""Called with (what, done, total) while something long runs; bytes while weights load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,11 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
             elif tuple(held[name]) != shape:
                 faults.append(f"misshapen {name} {list(held[name])}, expected {list(shape)}")
     packed = tuple(name.removesuffix(".weight") for name in used if name in checkpoint.quantised)
-    for name in sorted(set(checkpoint.tensors) - used):
-        if not name.endswith(model.ignored_tensors) and not (packed and name.startswith(packed)):
-            faults.append(f"extra {name} {list(checkpoint.tensors[name].shape)}")
+    faults += [
+        f"extra {name} {list(checkpoint.tensors[name].shape)}"
+        for name in sorted(set(checkpoint.tensors) - used)
+        if not name.endswith(model.ignored_tensors) and not name.startswith(packed)
+    ]
     if faults:
         raise CheckpointError(checkpoint.location, f"{len(faults)} tensors do not fit the model: " + "; ".join(faults))
 
@@ -117,7 +119,7 @@ def load_weights(
         model: the declarations.
         checkpoint: where the tensors are.
         mesh: where they go.
-        progress: called after each weight with bytes done, bytes in all and the weight's name.
+        progress: called after each weight with its name, bytes done and bytes in all.
         threads: parallel reads.
 
     Raises:
@@ -135,7 +137,7 @@ def load_weights(
                 arrays[index] = future.result()
                 done += model.declarations[index].nbytes
                 if progress is not None:
-                    progress(done, model.nbytes, model.names[index])
+                    progress(model.names[index], done, model.nbytes)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -147,15 +149,11 @@ def _load_weight(checkpoint: Checkpoint, mesh: Mesh, declaration: Declaration) -
         checkpoint.read_dequantised(name) if name in checkpoint.quantised else checkpoint.read(name)
         for name in declaration.sources
     ]
-    dtype = jax.dtypes.canonicalize_dtype(declaration.dtype)
-    if isinstance(declaration.assembly, Same) and tensors[0].dtype == dtype:
-        host = tensors[0]
-    else:
-        host = np.empty(declaration.shape, dtype)
-        declaration.assembly.fill(host, tensors)
+    # A fresh array even where nothing changes: device_put on CPU may alias it, and the mapped file can go away.
+    host = np.empty(declaration.shape, jax.dtypes.canonicalize_dtype(declaration.dtype))
+    declaration.assembly.fill(host, tensors)
     del tensors
-    # may_alias=False: the array must outlive the mapped file.
-    placed = jax.device_put(host, NamedSharding(mesh, PartitionSpec(*declaration.partition)), may_alias=False)
+    placed = jax.device_put(host, NamedSharding(mesh, PartitionSpec(*declaration.partition)))
     return placed.block_until_ready()
 
 
@@ -172,7 +170,7 @@ def dummy_weights(
         arrays.append(draw(jax.random.fold_in(key, index), declaration.shape, declaration.dtype, declaration.init))
         done += declaration.nbytes
         if progress is not None:
-            progress(done, model.nbytes, model.names[index])
+            progress(model.names[index], done, model.nbytes)
     return tuple(arrays)
 
 

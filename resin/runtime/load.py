@@ -20,6 +20,7 @@ from resin.runtime.executable import StepSpec
 from resin.runtime.mesh import build_mesh, platform_of
 from resin.runtime.options import RunnerOptions
 from resin.runtime.runner import ModelRunner
+from resin.settings import CACHE_DIRECTORY
 
 DEFAULTS = {
     "cpu": {"dtype": "float32", "cache_dtype": "float32", "context": 4096, "plan_tokens": 512},
@@ -40,7 +41,7 @@ def load_runner(
         source: registered name, local path or hub id.
         options: execution settings.
         model: "package.module:Name" of a model class; None finds it by the checkpoint's `model_type`.
-        progress: called with (done, total, what) while weights are fetched and loaded.
+        progress: called with (what, done, total) while weights are fetched and loaded.
 
     Raises:
         InvalidRequest: options that do not fit the model or the machine.
@@ -65,8 +66,9 @@ def build_runner(
 ) -> ModelRunner:
     """The same from an open checkpoint, which may be closed afterwards."""
     options = options or RunnerOptions()
-    if options.compile_cache is not None:
-        use_compile_cache(options.compile_cache, options.compile_cache_bytes)
+    if options.compile_cache_bytes:
+        directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
+        use_compile_cache(directory, options.compile_cache_bytes)
     mesh = build_mesh(options)
     model_class = find_model_class(checkpoint.config, model)
     config = model_class.Config.from_hf(checkpoint.config)

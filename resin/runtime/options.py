@@ -29,8 +29,8 @@ class RunnerOptions:
         dummy: random weights instead of the checkpoint's.
         seed: of the random weights.
         compile_threads: buckets compiled at once; None takes the CPU count, at most 8.
-        compile_cache: directory of compiled programs shared between processes; None keeps none.
-        compile_cache_bytes: size at which the oldest programs are dropped.
+        compile_cache: directory of compiled programs, shared between processes; None takes "programs" in Resin's cache.
+        compile_cache_bytes: size at which the oldest programs are dropped; 0 keeps none.
     """
 
     dtype: str | None = None
@@ -60,7 +60,7 @@ class RunnerOptions:
         for name in ("dp", "cp", "ep"):
             if getattr(self, name) != 1:
                 raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")
-        low = {"tp": 1, "max_sequences": 1, "prefill_sequences": 1, "compile_cache_bytes": 1}
+        low = {"tp": 1, "max_sequences": 1, "prefill_sequences": 1, "compile_cache_bytes": 0}
         optional = {
             "max_context_tokens": 2,
             "max_plan_tokens": 1,

@@ -126,7 +126,7 @@ class ModelRunner:
         """Compiles every bucket in parallel, proves that memory suffices, allocates, and runs nothing.
 
         Args:
-            progress: called after each program with programs done, programs in all and the bucket.
+            progress: called after each program with its bucket, programs done and programs in all.
 
         Raises:
             InvalidRequest: not bound, or the ledger exceeds the device's memory.
@@ -141,7 +141,7 @@ class ModelRunner:
                 for done, future in enumerate(as_completed(futures), start=1):
                     self._programs[futures[future]] = future.result()
                     if progress is not None:
-                        progress(done, len(buckets), str(futures[future]))
+                        progress(str(futures[future]), done, len(buckets))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
