@@ -26,6 +26,7 @@ from bench.cpu_limits import ModelSize, Workload, memory_bandwidth, processor_na
 ROOT = Path(__file__).resolve().parent.parent
 # Two float32 implementations of one model differ by about 1e-4 in a logit: closer candidates may come in either order.
 TIE_LOGITS = 1e-3
+BUSY_LOAD = 0.5  # processes; a thread pool that has to share a core waits for its slowest thread at every product
 SETTLE_S = 0.1  # lets the other engine's thread pool go to sleep
 PASSAGE = (
     "The harbour town keeps {n} boats through the winter. When the ice goes in spring, the crews paint the hulls, mend "
@@ -191,6 +192,9 @@ def main() -> None:
     options = parser.parse_args()
     gguf = options.gguf or default_gguf()
 
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD:
+        print(f"load average {load:.1f}: other work will distort the figures", file=sys.stderr)
     size = ModelSize.read(gguf)
     resin = Worker("resin", sys.executable, gguf, options.threads)
     reference = Worker("transformers", options.reference_python, gguf, options.threads)
@@ -203,7 +207,7 @@ def main() -> None:
         reference.close()
 
     report = {
-        "machine": {"processor": processor_name(), "threads": options.threads},
+        "machine": {"processor": processor_name(), "threads": options.threads, "load_before": round(load, 2)},
         "versions": resin.description | reference.description,
         "rounds": options.rounds,
         "limits": {

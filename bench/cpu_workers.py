@@ -91,7 +91,7 @@ class TransformersEngine:
 class ResinEngine:
     """The model in Resin on the CPU, float32, through the Engine."""
 
-    def __init__(self, gguf: Path, threads: int) -> None:
+    def __init__(self, gguf: Path, _threads: int) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         from resin import Engine
         from resin.runtime import RunnerOptions, load_runner
@@ -143,7 +143,7 @@ def main() -> None:
     # Answers have a channel of their own: libraries print to standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    if hasattr(os, "sched_setaffinity"):
+    if hasattr(os, "sched_setaffinity"):  # XLA sizes its thread pool by the cores it may use
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     engine = ENGINES[name](gguf, threads)
     print(json.dumps(engine.describe()), file=answers)

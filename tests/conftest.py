@@ -6,8 +6,11 @@ They reach the processes that tests start as well.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-JAX_SETTINGS = {
+SETTINGS = {
+    # Compiled programs are kept between runs, beside the tests and not in the user's own cache.
+    "RESIN_CACHE": str(Path(__file__).resolve().parent.parent / ".cache"),
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
@@ -15,5 +18,5 @@ JAX_SETTINGS = {
 }
 
 # A variable that is set already wins: JAX_PLATFORMS=cuda runs the tests marked gpu.
-for name, value in JAX_SETTINGS.items():
+for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)

