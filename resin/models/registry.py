@@ -113,7 +113,7 @@ def resolve(model: str | PathLike[str]) -> ModelSource:
     if isinstance(model, str) and model in MODELS:
         return MODELS[model].source
     path = Path(model).expanduser()
-    if path.exists():
+    if path.exists() and str(model):
         return LocalSource(path)
     hub_id = _HUB_ID.fullmatch(model) if isinstance(model, str) else None
     if hub_id is not None and path.suffix not in (".gguf", ".safetensors"):

@@ -1,5 +1,6 @@
 """Fetches one file over HTTP: resumes after a cut, verifies, and renames only what is whole."""
 
+import errno
 import hashlib
 import http.client
 import time
@@ -17,6 +18,7 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.5
 # Worth another attempt: the server is busy or faltering, not refusing.
 _PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,6 @@ def transfer(
     target: Path,
     token: str | None,
     on_bytes: Callable[[int], None],
-    *,
-    first_pause_s: float = _FIRST_PAUSE_S,
 ) -> CachedFile:
     """Makes `target` whole; a `.part` file of an earlier attempt is continued.
 
@@ -73,7 +73,6 @@ def transfer(
         target: where it goes.
         token: access token, or None.
         on_bytes: called with the bytes of this file on disk so far.
-        first_pause_s: wait before the second attempt; it doubles from there.
 
     Raises:
         DownloadError: refused, cut too often, or the bytes are not the promised ones (they are deleted then).
@@ -81,7 +80,7 @@ def transfer(
     part = target.with_name(target.name + ".part")
     if part.exists() and part.stat().st_size > remote.size_bytes:
         part.unlink()
-    pause_s = first_pause_s
+    pause_s = _FIRST_PAUSE_S  # doubles from one attempt to the next
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             _append(remote, part, token, on_bytes)
@@ -95,6 +94,8 @@ def transfer(
                 raise DownloadError(remote.name, explain_status(status)) from error
             reason: str = explain_status(status)
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+                raise DownloadError(remote.name, f"cannot be written: {error.strerror}") from error
             reason = f"the connection failed ({error})"
         if attempt == _ATTEMPTS:
             raise DownloadError(remote.name, f"{reason}, {_ATTEMPTS} times; what arrived is kept, run again to resume")
