@@ -66,6 +66,7 @@ class CacheManager:
         self.evictions = 0
         self._history = [i for i, (group, _) in enumerate(self._kinds(pairs)) if isinstance(group, HistoryGroup)]
         self._windows = [i for i, (group, _) in enumerate(self._kinds(pairs)) if isinstance(group, WindowGroup)]
+        self.trims_rows = bool(self._windows)
 
     @staticmethod
     def _kinds(pairs: list) -> list:
@@ -174,9 +175,9 @@ class CacheManager:
         for ring, count in zip(lease.states, self.state_pages, strict=True):
             ring.current, state = state[:count], state[count:]
         for row in lease.rows:
-            self.pool.retain(row.view())
+            self.pool.retain(row.view().tolist())
         for ring in lease.states:
-            self.pool.retain(np.asarray(ring.current, np.int64))
+            self.pool.retain(ring.current or ())
         lease.node = path[-1]
         lease.published_tokens = position
         self.trie.touch(path[-1])
@@ -200,11 +201,15 @@ class CacheManager:
 
     # -- reservation --------------------------------------------------------------------------------------------
 
-    def try_extend(self, lease: CacheLease, computed: int, new_tokens: int, reservation: Reservation) -> bool:
-        """Reserves what a request with `computed` tokens needs to compute up to `new_tokens`; all or nothing.
+    def try_extend(
+        self, lease: CacheLease, committed: int, computed: int, new_tokens: int, reservation: Reservation
+    ) -> bool:
+        """Reserves what a request needs to compute up to `new_tokens` tokens; all or nothing.
 
-        Everything taken is noted in `reservation`.
+        Window pages that no query after `committed` can see go first: the row cycles. They stay gone if the plan never
+        runs. Safe while a plan up to `computed` tokens is in flight, because plans execute in dispatch order.
         """
+        self.pool.release(self._cycle([lease], [committed]))
         wants = [
             max(-(-new_tokens // group.span_tokens) - row.end, 0)
             for group, row in zip(self.paged, lease.rows, strict=True)
@@ -224,14 +229,22 @@ class CacheManager:
         return True
 
     def try_extend_each(
-        self, leases: list[CacheLease], computed: np.ndarray, growing: list[list[int]], reservation: Reservation
+        self,
+        leases: list[CacheLease],
+        committed: np.ndarray,
+        computed: np.ndarray,
+        growing: list[list[int]],
+        reservation: Reservation,
     ) -> set[int] | None:
         """Reserves one more token for each request; the indices whose rows changed, None if there is no room.
 
         Args:
-            computed: int [n], tokens of each request before.
+            committed, computed: int [n], tokens of each request before, without and with plans in flight.
             growing: for each paged group the indices whose next token starts a page.
         """
+        if self.trims_rows:
+            rows = sorted({i for index in self._windows for i in growing[index]})
+            self.pool.release(self._cycle([leases[i] for i in rows], committed[rows].tolist()))
         sealing: list[int] = []
         if self.state_pages and self.prefix_cache:
             sealing = np.flatnonzero(computed % self.checkpoint_tokens == 0).tolist()
@@ -252,6 +265,15 @@ class CacheManager:
             fresh = [next(source) for _ in range(sum(self.state_pages))]
             self._advance_states(leases[i], int(computed[i]), fresh, reservation)
         return {i for rows in (*growing, sealing) for i in rows}
+
+    def _cycle(self, leases: list[CacheLease], committed: list[int]) -> list[int]:
+        """Takes the pages out of the leases' Window rows that lie before the window of the next query."""
+        dropped: list[int] = []
+        for index in self._windows:
+            group = self.paged[index]
+            for lease, position in zip(leases, committed, strict=True):
+                dropped += lease.rows[index].drop_before(group.first_needed(position))
+        return dropped
 
     def is_sealed(self, position: int) -> bool:
         """True if the state after `position` tokens is a checkpoint that must stay as it is."""
@@ -285,33 +307,20 @@ class CacheManager:
 
     def commits_at(self, committed: np.ndarray) -> np.ndarray:
         """bool [n]: positions at which `commit` has something to do."""
-        due = committed % self.unit_tokens == 0
-        if self.state_pages and self.prefix_cache:
+        due = committed % self.align_tokens == 0
+        if self.state_pages:
             due |= committed % self.checkpoint_tokens == 1
         return due
 
-    @property
-    def trims_rows(self) -> bool:
-        """True if commits drop pages at the front of rows."""
-        return any(group.window_tokens for group in self.paged)
-
-    @property
-    def needs_commits(self) -> bool:
-        """False if commits never matter: plain History without a prefix cache."""
-        return self.prefix_cache or self.trims_rows
-
     def commit(self, request: Request, position: int, computed: int) -> None:
-        """The request's first `position` tokens are in the cache: publish them and let go what is behind.
+        """The request's first `position` tokens are in the cache: publish them, and let go of older checkpoints.
 
-        Safe while a later plan (up to `computed` tokens) is in flight, because plans execute in dispatch order.
+        Only needed with a prefix cache. Safe while a later plan (up to `computed` tokens) is in flight.
         """
         lease = request.lease
         assert lease is not None
         if lease.node is not None and position - lease.published_tokens >= self.align_tokens:
             self._publish(request, lease, position, computed)
-        for group, row in zip(self.paged, lease.rows, strict=True):
-            if group.window_tokens:
-                self.pool.release(row.drop_before(group.first_needed(position)))
         for ring in lease.states:
             while ring.held and ring.held[0][0] < position:
                 self.pool.release(ring.held.pop(0)[1])
@@ -378,7 +387,7 @@ class CacheManager:
             ours = [row.at(logical) for logical in logicals]
             if ours == theirs:
                 continue
-            self.pool.retain(np.asarray(theirs, np.int64))
+            self.pool.retain(theirs)
             for logical, page in zip(logicals, theirs, strict=True):
                 row.replace(logical, page)
             self.pool.release(ours)

@@ -29,7 +29,6 @@ class Cohort:
         count = len(requests)
         self.requests = requests
         self.slots = slots = np.fromiter((request.slot for request in requests), np.int32, count)
-        self.index = {request.slot: i for i, request in enumerate(requests)}
         self.leases: list[CacheLease] = [request.lease for request in requests if request.lease is not None]
         assert len(self.leases) == count
         self.ids = tuple([request.id for request in requests])

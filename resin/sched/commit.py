@@ -71,7 +71,7 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, o
     committed = Committed(requests, slots, tokens, rows)
     _find_ends(table, committed, stop_ids, limits=cohort.steps_left <= 0)
     cache = scheduler.cache
-    if cache.needs_commits:
+    if cache.prefix_cache:
         positions = table.committed[slots]
         due = np.flatnonzero(cache.commits_at(positions)).tolist()
         _commit_cache(scheduler, [(requests[i], int(positions[i])) for i in due])
@@ -101,7 +101,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.last_token[slots] = tokens
     committed = Committed(requests, slots, tokens, rows)
     _find_ends(table, committed, table.stop_ids[slots], limits=True)
-    if scheduler.cache.needs_commits:
+    if scheduler.cache.prefix_cache:
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
     return committed
 
@@ -172,7 +172,6 @@ def _commit_cache(scheduler: Scheduler, rows: list[tuple[Request, int]]) -> None
     """Publishes and trims, before anything of the rows is released."""
     for request, position in rows:
         scheduler.cache.commit(request, position, int(scheduler.table.computed[request.slot]))
-        scheduler.rows_changed(request)
 
 
 def _collect_prompt_logprobs(planned: PlannedStep, output: ForwardOutput) -> None:

@@ -65,10 +65,12 @@ class PageRow:
     def drop_last(self, count: int) -> None:
         self._stop -= count
 
-    def drop_before(self, logical: int) -> np.ndarray:
+    def drop_before(self, logical: int) -> list[int]:
         """Removes and returns the pages before logical index `logical`."""
-        count = min(max(logical - self.first, 0), len(self))
-        dropped = self._buffer[self._start : self._start + count].copy()
+        count = min(logical - self.first, len(self))
+        if count <= 0:
+            return []
+        dropped: list[int] = self._buffer[self._start : self._start + count].tolist()
         self._start += count
         self.first += count
         return dropped
@@ -110,7 +112,7 @@ class CacheLease:
 
     def pages(self) -> list[int]:
         """Every page that this lease reads or writes, each once."""
-        held = [int(page) for row in self.rows for page in row.view()]
+        held: list[int] = [page for row in self.rows for page in row.view().tolist()]
         for ring in self.states:
             held.extend(ring.current or ())
             for _, pages in ring.held:

@@ -21,8 +21,9 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.total = max(num_pages - 1, 0)
         self._free = list(range(num_pages - 1, 0, -1))
-        self._readers = np.zeros(num_pages, np.int32)
-        self._published = np.zeros(num_pages, np.bool_)
+        # Plain lists: a step touches a few pages, where NumPy calls cost more than the loop.
+        self._readers = [0] * num_pages
+        self._published = bytearray(num_pages)
         self._cached = 0
 
     @property
@@ -45,46 +46,49 @@ class PagePool:
             return []
         pages = self._free[-count:]
         del self._free[-count:]
-        self._readers[pages] = 1
+        for page in pages:
+            self._readers[page] = 1
         return pages
 
-    def retain(self, pages: np.ndarray) -> None:
-        """Adds one reader to each of some distinct published pages."""
-        before = self._readers[pages]
-        self._cached -= int(np.count_nonzero(before == 0))
-        self._readers[pages] = before + 1
+    def retain(self, pages: Iterable[int]) -> None:
+        """Adds one reader to each of some published pages."""
+        readers = self._readers
+        for page in pages:
+            if not readers[page]:
+                self._cached -= 1
+            readers[page] += 1
 
-    def release(self, pages: Iterable[int] | np.ndarray) -> None:
-        """Drops one reader from each of some distinct pages; unpublished pages without readers become free."""
-        index = np.asarray(pages, np.int64)
-        if not index.size:
-            return
-        left = self._readers[index] - 1
-        assert left.min() >= 0, "page released more often than it was leased"
-        self._readers[index] = left
-        idle = index[left == 0]
-        held = self._published[idle]
-        self._cached += int(np.count_nonzero(held))
-        self._free.extend(idle[~held].tolist())
+    def release(self, pages: Iterable[int]) -> None:
+        """Drops one reader from each page (as often as it is named); unpublished ones without readers become free."""
+        readers, published, free = self._readers, self._published, self._free
+        for page in pages:
+            left = readers[page] - 1
+            assert left >= 0, "page released more often than it was leased"
+            readers[page] = left
+            if not left:
+                if published[page]:
+                    self._cached += 1
+                else:
+                    free.append(page)
 
     def publish(self, pages: Iterable[int]) -> None:
         """Hands leased pages to the trie as well: from now on they are immutable."""
         for page in pages:
             assert self._readers[page] > 0 and not self._published[page]
-            self._published[page] = True
+            self._published[page] = 1
 
     def withdraw(self, pages: Iterable[int]) -> None:
         """Takes pages back from the trie; those without readers become free."""
         for page in pages:
             assert self._published[page]
-            self._published[page] = False
+            self._published[page] = 0
             if self._readers[page] == 0:
                 self._cached -= 1
                 self._free.append(page)
 
     def is_leased(self, page: int) -> bool:
         """True if a live request uses the page."""
-        return bool(self._readers[page])
+        return self._readers[page] > 0
 
     def is_writable(self, page: int) -> bool:
         """True if exactly one live request uses the page and the trie does not hold it."""
@@ -98,7 +102,9 @@ class PagePool:
             published: bool [num_pages], pages that trie nodes hold.
         """
         assert np.array_equal(self._readers, readers), "reference counts differ from the leases"
-        assert np.array_equal(self._published, published), "published pages differ from the trie"
+        assert np.array_equal(np.frombuffer(self._published, np.bool_), published), (
+            "published pages differ from the trie"
+        )
         idle = readers == 0
         assert self._cached == int(np.count_nonzero(idle & published))
         free = np.zeros_like(published)

@@ -120,14 +120,6 @@ class Scheduler:
             self.closing.remove(request)
             self._free(request)
 
-    def rows_changed(self, request: Request) -> None:
-        """The request's page rows lost pages at the front: the sticky cohort must read them again."""
-        cohort = self._cohort
-        if cohort is not None and self.cache.trims_rows:
-            index = cohort.index.get(request.slot)
-            if index is not None:
-                cohort.dirty.add(index)
-
     # -- planning -----------------------------------------------------------------------------------------------
 
     def plan_next(self, *, in_flight: bool) -> PlannedStep | None:
@@ -259,7 +251,8 @@ class Scheduler:
                 fits = smallest_bucket(
                     self.config.buckets, Phase.PREFILL, len(chunks) + 1, used, self.planner.row_pages(wider)
                 )
-                if fits is not None and self.cache.try_extend(request.lease, start, stop, reservation):
+                committed = int(self.table.committed[slot])
+                if fits is not None and self.cache.try_extend(request.lease, committed, start, stop, reservation):
                     chunks.append(Chunk(request, start, stop, stop == known))
                     bucket, pages, budget = fits, wider, budget - (stop - start)
                     break
@@ -297,7 +290,7 @@ class Scheduler:
                 self._cohort = None
                 continue
             reservation = Reservation()
-            changed = self.cache.try_extend_each(cohort.leases, computed, growing, reservation)
+            changed = self.cache.try_extend_each(cohort.leases, counts[:, 1], computed, growing, reservation)
             if changed is not None:
                 break
             if in_flight or not self._retract_youngest():
