@@ -31,6 +31,16 @@ class _State(enum.Enum):
     CALL = enum.auto()
 
 
+def possible_start_length(text: str, words: Sequence[str]) -> int:
+    """Characters at the end of the text that may be the beginning of one of the words."""
+    longest = max((len(word) for word in words), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[-length:]
+        if any(word.startswith(end) for word in words):
+            return length
+    return 0
+
+
 class TagSplitter:
     """Cuts text at literal tags, holding back what may become one."""
 
@@ -47,7 +57,7 @@ class TagSplitter:
                 yield self._held[:at], False
             yield tag, True
             self._held = self._held[at + len(tag) :]
-        keep = self._possible_tag_length()
+        keep = possible_start_length(self._held, self._tags)
         if ready := self._held[: len(self._held) - keep]:
             yield ready, False
         self._held = self._held[len(self._held) - keep :]
@@ -55,14 +65,6 @@ class TagSplitter:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-    def _possible_tag_length(self) -> int:
-        longest = max((len(tag) for tag in self._tags), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            if any(tag.startswith(end) for tag in self._tags):
-                return length
-        return 0
 
 
 class TaggedParser:

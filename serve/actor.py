@@ -1,0 +1,243 @@
+"""The engine's own thread: a bounded queue in front of it, and its events on their way back to the event loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from resin import Engine, FinishReason, Request, SamplingParams
+from resin.events import Event, FinishedEvent, TokensEvent
+from resin.plan import InvalidRequest, PlanRejected
+
+_LOG = logging.getLogger("resin.serve")
+
+MAX_REJECTED_STEPS = 100
+"""Plans that a runner may refuse one after another before that counts as a failure."""
+
+
+class QueueFull(Exception):
+    """The intake queue holds `request_queue_capacity` jobs."""
+
+
+class NotAccepting(Exception):
+    """The actor is stopping or has failed."""
+
+
+class Receiver(Protocol):
+    """Gets a job's outcome, on the event loop's thread."""
+
+    def on_tokens(self, event: TokensEvent, begin: int, end: int) -> None:
+        """Rows `[begin, end)` of the event's columns are this job's."""
+        ...
+
+    def on_finish(self, reason: FinishReason, error: BaseException | None) -> None:
+        """Nothing follows. An InvalidRequest as error means that the engine did not take the job."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request on its way through the queue and the engine."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    receiver: Receiver
+    expires_at_s: float  # time.monotonic()
+    cache_salt: str = ""
+    priority: float = 0.0
+    request: Request | None = None  # set by the actor on admission
+    is_done: bool = False  # set on the event loop's thread
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A job that ended without reaching the engine."""
+
+    job: Job
+    reason: FinishReason
+    error: BaseException | None = None
+
+
+class EngineActor:
+    """Runs an engine on one thread of its own.
+
+    `submit` and `cancel` may be called from any thread and never wait for the engine. What the engine says is put
+    into `outbox`, and `wake` is called (on the actor's thread) after each addition.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        queue_capacity: int,
+        max_active: int,
+        admissions_per_step: int,
+        wake: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.engine = engine
+        self.outbox: deque[Sequence[Event] | Rejected] = deque()
+        self.jobs: dict[int, Job] = {}  # by Request.id: entered on admission, taken out by whoever empties the outbox
+        self.active = 0
+        self._queue: dict[int, Job] = {}  # by id(job), in order of arrival
+        self._cancelled: deque[Job] = deque()
+        self._capacity = queue_capacity
+        self._max_active = max_active
+        self._admissions_per_step = admissions_per_step
+        self._wake = wake
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._accepts = True
+        self._stops = False
+        self._thread = threading.Thread(target=self._run, name="resin-engine", daemon=True)
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for admission."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queues all of the jobs or none.
+
+        Raises:
+            QueueFull: not all of them fit.
+            NotAccepting: after `close_intake`, `stop` or a failure.
+        """
+        with self._changed:
+            if not self._accepts:
+                raise NotAccepting
+            if len(self._queue) + len(jobs) > self._capacity:
+                raise QueueFull
+            self._queue.update((id(job), job) for job in jobs)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job wherever it is; one that has ended is left alone."""
+        with self._changed:
+            self._cancelled.append(job)
+            self._changed.notify()
+
+    def close_intake(self) -> None:
+        """Refuses further jobs; those in the queue still run."""
+        with self._changed:
+            self._accepts = False
+
+    def stop(self) -> None:
+        """Ends everything after the current step and waits for the thread."""
+        with self._changed:
+            self._accepts = False
+            self._stops = True
+            self._changed.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._fail(error)
+
+    def _work(self) -> None:
+        rejected = 0
+        while True:
+            self._wait_for_work()
+            if self._stops:
+                break
+            self._cancel_jobs()
+            self._admit()
+            if not self.engine.has_work():
+                continue
+            try:
+                events = self.engine.step()
+                rejected = 0
+            except PlanRejected:
+                rejected += 1
+                if rejected > MAX_REJECTED_STEPS:
+                    raise
+                time.sleep(0.001 * rejected)
+                continue
+            self._publish(events)
+        self.engine.close()
+        self._publish(self.engine.drain_events())
+        for job in self._take_queue():
+            self._reject(job, FinishReason.CANCELLED)
+
+    def _wait_for_work(self) -> None:
+        if self._stops or self._queue or self._cancelled or self.engine.has_work():
+            return
+        with self._changed:
+            while not (self._stops or self._queue or self._cancelled):
+                self._changed.wait()
+
+    def _cancel_jobs(self) -> None:
+        while self._cancelled:
+            job = self._cancelled.popleft()
+            if job.request is not None:
+                self.engine.cancel(job.request)
+                continue
+            with self._changed:
+                waited = self._queue.pop(id(job), None)
+            if waited is not None:
+                self._reject(job, FinishReason.CANCELLED)
+
+    def _admit(self) -> None:
+        room = min(self._admissions_per_step, self._max_active - self.active)
+        now = time.monotonic()
+        while self._queue:
+            with self._changed:
+                key, job = next(iter(self._queue.items()))
+                is_late = job.expires_at_s <= now
+                if room <= 0 and not is_late:
+                    return
+                del self._queue[key]
+            if is_late:
+                self._reject(job, FinishReason.DEADLINE)
+                continue
+            room -= 1
+            try:
+                job.request = self.engine.submit(
+                    job.prompt_ids,
+                    sampling_params=job.params,
+                    priority=job.priority,
+                    deadline_s=job.expires_at_s - now,
+                    cache_salt=job.cache_salt,
+                )
+            except InvalidRequest as error:
+                self._reject(job, FinishReason.ERROR, error)
+                continue
+            self.jobs[job.request.id] = job
+            self.active += 1
+
+    def _publish(self, events: Sequence[Event]) -> None:
+        if events:
+            self.active -= sum(type(event) is FinishedEvent for event in events)
+            self.outbox.append(events)
+            self._wake()
+
+    def _reject(self, job: Job, reason: FinishReason, error: BaseException | None = None) -> None:
+        self.outbox.append(Rejected(job, reason, error))
+        self._wake()
+
+    def _take_queue(self) -> list[Job]:
+        with self._changed:
+            jobs = list(self._queue.values())
+            self._queue.clear()
+        return jobs
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine cannot go on: everybody hears of it, and nobody is let in any more."""
+        with self._changed:
+            self._accepts = False
+        _LOG.critical("engine thread ended", exc_info=error)
+        self._publish(self.engine.drain_events())
+        for job in self._take_queue():
+            self._reject(job, FinishReason.ERROR, error)
+        self._on_failure(error)

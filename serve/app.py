@@ -1,0 +1,120 @@
+"""The aiohttp application: routes, and what happens around every request."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from serve.endpoints.chat import create_chat_completion
+from serve.endpoints.completions import create_completion
+from serve.endpoints.status import get_health, get_metrics, get_model, list_models
+from serve.errors import ApiError, failed, openai_body
+from serve.replies import json_response
+from serve.service import SERVICE, Service, service_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_LOG = logging.getLogger("resin.serve")
+_ACCESS = logging.getLogger("resin.access")
+_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
+_OPEN_PATHS = ("/health", "/metrics")
+
+
+def build_app(service: Service) -> web.Application:
+    """The application that answers for a service."""
+    app = web.Application(
+        middlewares=[_observe, _answer_errors, _authorise], client_max_size=service.config.max_body_bytes
+    )
+    app[SERVICE] = service
+    app.on_response_prepare.append(_add_request_id)
+    app.router.add_post("/v1/chat/completions", create_chat_completion)
+    app.router.add_post("/v1/completions", create_completion)
+    app.router.add_get("/v1/models", list_models)
+    app.router.add_get("/v1/models/{model:.+}", get_model)
+    app.router.add_get("/health", get_health)
+    app.router.add_get("/metrics", get_metrics)
+    return app
+
+
+@web.middleware
+async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Request id, access log and metrics."""
+    given = request.headers.get("x-request-id", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    request["id"] = request_id
+    metrics = service_of(request).metrics
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else "unknown"
+    started = time.perf_counter()
+    status = 499  # the client left
+    metrics.in_progress.inc()
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    except BaseException:
+        metrics.disconnects.inc()
+        raise
+    finally:
+        seconds = time.perf_counter() - started
+        metrics.in_progress.dec()
+        metrics.requests.labels(path, request.method, str(status)).inc()
+        metrics.seconds.labels(path).observe(seconds)
+        _ACCESS.info(
+            json.dumps(
+                {
+                    "request_id": request_id,
+                    "remote": request.remote,
+                    "method": request.method,
+                    "path": request.path,
+                    "status": status,
+                    "seconds": round(seconds, 4),
+                }
+            )
+        )
+
+
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: the id goes into the headers of streams as well."""
+    if "id" in request:
+        response.headers["x-request-id"] = request["id"]
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in the API's own shape; nothing of the server's inside leaks."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error_response(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _error_response(ApiError(error.status, error.reason, code=error.reason.lower().replace(" ", "_")))
+    except ConnectionResetError:
+        raise
+    except Exception:
+        _LOG.exception("request %s failed", request["id"])
+        return _error_response(failed("internal error"))
+
+
+def _error_response(error: ApiError) -> web.Response:
+    return json_response(openai_body(error), status=error.status, headers=error.headers)
+
+
+@web.middleware
+async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
+    keys = service_of(request).config.api_keys
+    if keys and request.path not in _OPEN_PATHS:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+            raise ApiError(401, "a valid API key is needed", kind="authentication_error", code="invalid_api_key")
+    return await handler(request)

@@ -1,0 +1,1 @@
+"""Handlers, one API a file."""

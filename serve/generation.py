@@ -1,0 +1,195 @@
+"""One choice: tokens from the engine become deltas, logprobs and an ending that clients understand."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from resin import FinishReason
+from resin.events import TokensEvent
+from resin.recipes import Delta, Parser, ReasoningDelta, TextDelta, Tokenizer, ToolCallDelta
+from resin.recipes.characters import CharacterStream
+from serve.stop_strings import StopMatcher
+
+
+class Ending(enum.StrEnum):
+    """Why a choice is over, before an API gives it its own word."""
+
+    STOP = "stop"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token; `top` holds (id, logprob) of the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new in a choice: neighbouring deltas of a kind are merged."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ending: Ending | None = None
+
+    def add(self, delta: Delta) -> None:
+        last = self.deltas[-1] if self.deltas else None
+        if isinstance(delta, TextDelta) and isinstance(last, TextDelta):
+            self.deltas[-1] = TextDelta(last.text + delta.text, last.is_incomplete or delta.is_incomplete)
+        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            self.deltas[-1] = ReasoningDelta(last.text + delta.text)
+        else:
+            self.deltas.append(delta)
+
+
+class PlainParser:
+    """Every token is text: what raw completions use instead of a recipe's parser."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._characters = CharacterStream(tokenizer)
+
+    def push(self, token_ids: Iterable[int]) -> list[Delta]:
+        texts = [text for text in map(self._characters.push, token_ids) if text]
+        return [TextDelta(text) for text in texts]
+
+    def finish(self) -> list[Delta]:
+        text = self._characters.flush()
+        return [TextDelta(text)] if text else []
+
+
+class Generation:
+    """A choice in the making. Lives on the event loop's thread.
+
+    Tokens are gathered as they come and read only when somebody asks for an update, so a client that lags costs no
+    work. `completion_tokens` counts what was read: tokens after a stop string are not the client's.
+    """
+
+    def __init__(
+        self,
+        parser: Parser,
+        *,
+        stops: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        wants_logprobs: bool = False,
+    ) -> None:
+        self._parser = parser
+        self._matcher = StopMatcher(stops)
+        self._has_stops = bool(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._wants_logprobs = wants_logprobs
+        self.on_stop: Callable[[], None] = lambda: None  # called when a stop string ends it before the engine does
+        self._pending: list[int] = []
+        self._pending_logprobs: list[TokenLogprob] = []
+        self._reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.ending: Ending | None = None
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.tool_calls = 0
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that no update has read yet."""
+        return len(self._pending)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the engine is done with it; an update may still be due."""
+        return self._reason is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice."""
+        return self._matcher.matched
+
+    def add_tokens(self, event: TokensEvent, begin: int, end: int) -> None:
+        if self.ending is not None:
+            return
+        token_ids = event.token_ids[begin:end].tolist()
+        self._pending += token_ids
+        if self._wants_logprobs and event.logprobs is not None:
+            self._pending_logprobs += _logprobs(event, token_ids, begin, end)
+
+    def finish(self, reason: FinishReason, error: BaseException | None) -> None:
+        if self._reason is None:
+            self._reason, self.error = reason, error
+
+    def take_update(self) -> Update:
+        """Reads everything that is pending; `ending` is set in the last update."""
+        update = Update()
+        if self.ending is not None:
+            return update
+        token_ids, self._pending = self._pending, []
+        logprobs, self._pending_logprobs = self._pending_logprobs, []
+        used = self._read(token_ids, update)
+        self.completion_tokens += used
+        update.token_ids = token_ids[:used]
+        update.logprobs = [entry for entry in logprobs[:used] if entry.token_id not in self._stop_token_ids]
+        if self._matcher.matched is not None:
+            self._end(update, Ending.STOP_STRING)
+            if self._reason is None:
+                self.on_stop()
+        elif self._reason is not None:
+            for delta in self._parser.finish():
+                self._deliver(delta, update)
+            if self._matcher.matched is None and (held := self._matcher.flush()):
+                update.add(TextDelta(held))
+            self._end(update, self._ending_of(self._reason))
+        return update
+
+    def _read(self, token_ids: list[int], update: Update) -> int:
+        """Parses tokens and says how many were the client's."""
+        for index, token_id in enumerate(token_ids):
+            deltas = self._parser.push((token_id,))
+            for delta in deltas:
+                self._deliver(delta, update)
+            self.reasoning_tokens += any(type(delta) is ReasoningDelta for delta in deltas)
+            if self._has_stops and self._matcher.matched is not None:
+                return index + 1
+        return len(token_ids)
+
+    def _deliver(self, delta: Delta, update: Update) -> None:
+        if isinstance(delta, TextDelta) and self._has_stops:
+            if shown := self._matcher.push(delta.text):
+                update.add(TextDelta(shown, delta.is_incomplete))
+            return
+        if self._has_stops and self._matcher.matched is not None:
+            return
+        if isinstance(delta, ToolCallDelta):
+            self.tool_calls += 1
+            if self._has_stops and (held := self._matcher.flush()):
+                update.add(TextDelta(held))
+        update.add(delta)
+
+    def _end(self, update: Update, ending: Ending) -> None:
+        self.ending = update.ending = ending
+
+    def _ending_of(self, reason: FinishReason) -> Ending:
+        if self._matcher.matched is not None:
+            return Ending.STOP_STRING
+        if reason is FinishReason.STOP and self.tool_calls:
+            return Ending.TOOL_CALLS
+        return Ending(reason.value)
+
+
+def _logprobs(event: TokensEvent, token_ids: list[int], begin: int, end: int) -> list[TokenLogprob]:
+    assert event.logprobs is not None
+    chosen = event.logprobs[begin:end].tolist()
+    if event.top_ids is None or event.top_logprobs is None:
+        return [TokenLogprob(token_id, logprob) for token_id, logprob in zip(token_ids, chosen, strict=True)]
+    tops = zip(event.top_ids[begin:end].tolist(), event.top_logprobs[begin:end].tolist(), strict=True)
+    return [
+        TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
+        for token_id, logprob, (ids, values) in zip(token_ids, chosen, tops, strict=True)
+    ]

@@ -1,0 +1,71 @@
+"""Logprobs in the shapes of the two OpenAI APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from resin.recipes import Tokenizer
+from serve.generation import TokenLogprob
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no minus infinity."""
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`choices[].logprobs` of Chat Completions."""
+    content = []
+    for entry in entries:
+        item = _chat_token(entry.token_id, entry.logprob, tokenizer)
+        item["top_logprobs"] = [_chat_token(token_id, logprob, tokenizer) for token_id, logprob in entry.top]
+        content.append(item)
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Sequence[Sequence[tuple[int, float]] | None],
+    tokenizer: Tokenizer,
+    *,
+    first_offset: int = 0,
+) -> dict[str, Any]:
+    """`choices[].logprobs` of Completions; `first_offset` is where the first token stands in the text."""
+    tokens = [token_text(token_id, tokenizer) for token_id in token_ids]
+    offsets = []
+    offset = first_offset
+    for token_id in token_ids:
+        offsets.append(offset)
+        offset += len(_bytes_of(token_id, tokenizer).decode(errors="replace"))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if value is None else max(value, LOWEST_LOGPROB) for value in logprobs],
+        "top_logprobs": [
+            None
+            if top is None
+            else {token_text(token_id, tokenizer): max(value, LOWEST_LOGPROB) for token_id, value in top}
+            for top in tops
+        ],
+        "text_offset": offsets,
+    }
+
+
+def token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token as text; one that is not whole characters by its bytes (`bytes:\\xe2\\x82`), as OpenAI writes it."""
+    data = _bytes_of(token_id, tokenizer)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    data = _bytes_of(token_id, tokenizer)
+    return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
+
+
+def _bytes_of(token_id: int, tokenizer: Tokenizer) -> bytes:
+    try:
+        return tokenizer.id_to_bytes(token_id)
+    except KeyError:  # a padded row of the head that stands for nothing
+        return b""

@@ -1,0 +1,167 @@
+"""What every handler works with: the engine behind its actor, the recipe, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from resin import Engine, InvalidRequest, SamplingParams
+from resin.recipes import Message, Recipe, Tokenizer, Tool
+from serve.actor import EngineActor, Job, NotAccepting, QueueFull
+from serve.config import ServerConfig
+from serve.errors import ApiError, from_invalid_request, invalid, overloaded, unavailable
+from serve.generation import Generation
+from serve.http_metrics import HttpMetrics
+from serve.session import Session
+
+LONG_TEXT_CHARACTERS = 16_384
+"""Above this a prompt is rendered on a worker thread, so that the event loop keeps answering others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One choice to generate: its prompt, its policy, and what reads its tokens."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    generation: Generation
+
+
+class Service:
+    """The shared state of one server; lives on the event loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        actor: EngineActor,
+        *,
+        model: str,
+        recipe: Recipe | None,
+        tokenizer: Tokenizer | None,
+        config: ServerConfig,
+        metrics: HttpMetrics,
+    ) -> None:
+        self.engine = engine
+        self.actor = actor
+        self.model = model
+        self.recipe = recipe
+        self.config = config
+        self.metrics = metrics
+        self.created_s = int(time.time())
+        self.is_draining = False
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError if the server was given none."""
+        if self._tokenizer is None:
+            raise ApiError(501, "this server has no tokenizer", kind="server_error", code="no_tokenizer")
+        return self._tokenizer
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for a model that is not served here; no name means the one that is."""
+        if name not in ("", self.model):
+            message = f"the model {name!r} does not exist; this server has {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]) -> list[int]:
+        """The prompt of a conversation.
+
+        Raises:
+            ApiError: 400 if the model's format cannot say it, 501 if the server has no recipe.
+        """
+        if self.recipe is None:
+            raise ApiError(501, "this model has no chat format", kind="server_error", code="no_recipe")
+        characters = sum(len(message.text) for message in messages)
+        try:
+            if characters <= LONG_TEXT_CHARACTERS:
+                return self.recipe.render(messages, tools, **options)
+            return await asyncio.to_thread(self.recipe.render, messages, tools, **options)
+        except InvalidRequest as error:
+            raise from_invalid_request(error) from error
+
+    async def encode(self, text: str) -> list[int]:
+        """Ids of a raw prompt; control tokens that it spells count as such."""
+        if len(text) <= LONG_TEXT_CHARACTERS:
+            return self.tokenizer.encode(text, add_special=True)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=True)
+
+    def choices(self, count: int | None) -> int:
+        """How many choices a request gets; raises ApiError beyond the limit."""
+        if count is not None and count > self.config.max_choices:
+            raise invalid("n", f"n={count}: this server allows at most {self.config.max_choices}")
+        return count or 1
+
+    def output_tokens(self, asked: int | None, prompt_tokens: int, param: str) -> int:
+        """How many tokens a request may generate.
+
+        Raises:
+            ApiError: the prompt fills the context, or the request asks for more than the server allows.
+        """
+        room = self.engine.context_length - prompt_tokens
+        if room <= 0:
+            raise invalid(
+                "messages" if param != "prompt" else param,
+                f"the prompt has {prompt_tokens} tokens; this model's context holds {self.engine.context_length}, "
+                "the answer included",
+                code="context_length_exceeded",
+            )
+        limit = self.config.max_output_tokens
+        if asked is None:
+            return min(room, limit or room)
+        if limit is not None and asked > limit:
+            raise invalid(param, f"{param}={asked}: this server allows at most {limit}")
+        return min(asked, room)
+
+    @contextlib.contextmanager
+    def run(self, http_request: web.Request, plans: Sequence[Plan], *, cache_salt: str = "") -> Iterator[Session]:
+        """Queues the choices of a request and cancels what still runs when the handler leaves.
+
+        Raises:
+            ApiError: 429 if the queue is full, 503 if the server is stopping.
+        """
+        config = self.config
+
+        def on_slow() -> None:
+            self.metrics.slow_clients.inc()
+            if http_request.transport is not None:
+                http_request.transport.abort()
+
+        session = Session(
+            stream_interval=config.stream_interval,
+            buffer_events=config.client_buffer_events,
+            timeout_s=config.request_timeout_s,
+            on_slow=on_slow,
+        )
+        jobs: list[Job] = []
+        for plan in plans:
+            choice = session.add_choice(plan.generation)
+            job = session.job_for(choice, plan.prompt_ids, plan.params, cache_salt)
+            plan.generation.on_stop = lambda job=job: self.actor.cancel(job)  # type: ignore[misc]
+            jobs.append(job)
+        try:
+            self.actor.submit(jobs)
+        except QueueFull:
+            raise overloaded(config.retry_after_s) from None
+        except NotAccepting:
+            raise unavailable("the server is shutting down") from None
+        try:
+            yield session
+        finally:
+            for job in jobs:
+                if not job.is_done:
+                    self.actor.cancel(job)
+
+
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+def service_of(request: web.Request) -> Service:
+    """The service that a request arrived at."""
+    return request.app[SERVICE]
