@@ -79,5 +79,8 @@ HUB_ENDPOINT: Setting[str] = Setting(
     "HF_ENDPOINT", _parse_address, lambda _: "https://huggingface.co", "address of the model hub"
 )
 HUB_TOKEN: Setting[str | None] = Setting("HF_TOKEN", _parse_token, lambda _: None, "access token for gated models")
+API_KEY: Setting[str | None] = Setting(
+    "RESIN_API_KEY", _parse_token, lambda _: None, "key that clients of `resin serve` must send; none if absent"
+)
 
-SETTINGS: tuple[Setting, ...] = (CACHE_DIRECTORY, HUB_ENDPOINT, HUB_TOKEN)
+SETTINGS: tuple[Setting, ...] = (CACHE_DIRECTORY, HUB_ENDPOINT, HUB_TOKEN, API_KEY)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
@@ -50,11 +51,12 @@ class HttpServer:
         stream_interval: int | None = None,
         config: ServerConfig | None = None,
     ) -> None:
-        import dataclasses
-
-        given = {"request_queue_capacity": request_queue_capacity, "stream_interval": stream_interval}
-        changes = {name: value for name, value in given.items() if value is not None}
-        self.config = dataclasses.replace(config or ServerConfig(), **changes)
+        config = config or ServerConfig()
+        self.config = dataclasses.replace(
+            config,
+            request_queue_capacity=request_queue_capacity or config.request_queue_capacity,
+            stream_interval=stream_interval or config.stream_interval,
+        )
         self.model = model
         self.port = self.config.port
         self._engine = engine
@@ -185,7 +187,7 @@ class HttpServer:
         await asyncio.sleep(0)
 
     @contextlib.contextmanager
-    def _signals(self):  # type: ignore[no-untyped-def]
+    def _signals(self) -> Iterator[None]:
         loop = self._loop
         assert loop is not None
         if threading.current_thread() is not threading.main_thread():

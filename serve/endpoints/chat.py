@@ -6,7 +6,6 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
-from datetime import date
 from typing import Any
 
 from aiohttp import web
@@ -15,7 +14,7 @@ from resin.recipes import Delta, Parser, ReasoningDelta, TextDelta, Tokenizer, T
 from serve.errors import ApiError, openai_body
 from serve.generation import Ending, Generation, TokenLogprob, Update
 from serve.logprobs import chat_logprobs
-from serve.replies import json_response, read_body, usage_of
+from serve.replies import json_response, read_body, template_options, usage_of
 from serve.schemas.chat import ChatRequest, to_messages, to_tools
 from serve.schemas.sampling import build_params
 from serve.service import Plan, Service, service_of
@@ -50,7 +49,8 @@ async def plan_choices(service: Service, body: ChatRequest) -> list[Plan]:
         ApiError: 400 naming the field at fault.
     """
     tools = [] if body.tool_choice == "none" else to_tools(body.tools)
-    prompt_ids = await service.render(to_messages(body.messages), tools, template_options(body))
+    options = template_options(body.reasoning_effort, body.chat_template_kwargs)
+    prompt_ids = await service.render(to_messages(body.messages), tools, options)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = service.output_tokens(asked or None, len(prompt_ids), limit_name)
@@ -82,17 +82,6 @@ async def plan_choices(service: Service, body: ChatRequest) -> list[Plan]:
 def _create_parser(service: Service, prompt_ids: Sequence[int], tools: Sequence[Tool]) -> Parser:
     assert service.recipe is not None
     return service.recipe.create_parser(prompt_ids, tools=tools)
-
-
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """What the request says about rendering."""
-    options: dict[str, Any] = {"current_date": date.today().isoformat()}
-    if body.reasoning_effort is not None:
-        options["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort in ("none", "minimal"):
-            options["enable_thinking"] = False
-    reserved = ("messages", "tools", "add_generation_prompt")
-    return options | {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in reserved}
 
 
 class _Reply:

@@ -1,0 +1,41 @@
+"""The `resin` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from resin.plan import ResinError
+from serve.commands import chat, download, generate, serving
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All subcommands and their arguments."""
+    parser = argparse.ArgumentParser(prog="resin", description="Building blocks for LLM inference in JAX.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (chat, serving, generate, download):
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; mistakes of the user end in one line, not a traceback.
+
+    Returns:
+        The exit status: 0, 1 for what went wrong while running, 130 after Ctrl-C.
+    """
+    args = build_parser().parse_args(arguments)
+    try:
+        status: int = args.run(args)
+    except (ResinError, OSError) as error:
+        print(f"resin: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""`resin generate`: offline generation from a file of requests to a file of results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serve.commands.loading import add_model_arguments, load_model
+from serve.progress import ProgressBar
+
+_EPILOG = """\
+Each input line is a JSON object: "id", one of "prompt_ids", "prompt" and "messages", and sampling fields under their
+OpenAI names ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs": 5, ...). Each result line has "id",
+"token_ids" (the stop token included when one ended it), "text", "finish_reason", "logprobs" and "usage", or "error".
+Results come in the order in which they are complete. A run that was interrupted goes on where it stopped: lines whose
+id is in the output already are left out."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declares the subcommand."""
+    parser = commands.add_parser(
+        "generate",
+        help="generate for a file of requests",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_arguments(parser, max_sequences=16)
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="results; appended to")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="for lines that do not say; default %(default)s"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if any line was at fault, which its own result says."""
+    from serve.offline import OfflineRun, read_done
+
+    with args.input.open("rb") as file:
+        total = sum(1 for line in file if line.strip())
+    done = read_done(args.output)
+    loaded = load_model(args)
+    bar = ProgressBar("generating")
+    counts = {"written": 0, "faulty": 0, "tokens": 0}
+    skipped = len(done.ids) + len(done.lines)
+    with args.output.open("ab") as output, loaded.engine:
+
+        def write(result: dict[str, Any]) -> None:
+            output.write(msgspec.json.encode(result) + b"\n")
+            output.flush()
+            counts["written"] += 1
+            counts["faulty"] += "error" in result
+            counts["tokens"] += len(result.get("token_ids", ()))
+            bar.update(f"{counts['tokens']} tokens", skipped + counts["written"], total)
+
+        # Twice what runs at once keeps the engine's own queue from running dry.
+        offline = OfflineRun(loaded, default_max_tokens=args.max_tokens, at_once=2 * args.max_sequences)
+        with args.input.open("rb") as file:
+            offline.run(_numbered(file), done, write)
+    faults = f", {counts['faulty']} of them errors" if counts["faulty"] else ""
+    bar.close(f"{counts['written']} results{faults}, {counts['tokens']} tokens, {skipped} done before")
+    return 1 if counts["faulty"] else 0
+
+
+def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(file, 1) if line.strip())

@@ -1,0 +1,223 @@
+"""Offline generation: requests of a file through one engine, as many at once as it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from resin import FinishedEvent, InvalidRequest, Request, TokensEvent
+from resin.recipes import Parser, ReasoningDelta, TextDelta, ToolCallDelta
+from serve.commands.loading import LoadedModel
+from serve.errors import ApiError, from_invalid_request, openai_body
+from serve.generation import Ending, Generation, PlainParser, Update
+from serve.replies import template_options
+from serve.schemas.body import decode_body
+from serve.schemas.chat import to_messages, to_tools
+from serve.schemas.offline import OfflineRequest
+from serve.schemas.sampling import NAMES, build_params
+
+_FINISH_REASONS = {Ending.STOP_STRING: "stop"}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What an earlier run has written already."""
+
+    ids: frozenset[str | int] = frozenset()
+    lines: frozenset[int] = frozenset()  # of inputs that had no id to go by
+
+
+def read_done(output: Path) -> Done:
+    """The results in a file; a last line that was cut short is removed from it."""
+    if not output.exists():
+        return Done()
+    ids: set[str | int] = set()
+    lines: set[int] = set()
+    whole_bytes = 0
+    with output.open("rb") as file:
+        for line in file:
+            try:
+                result = msgspec.json.decode(line) if line.endswith(b"\n") else None
+            except msgspec.DecodeError:
+                result = None
+            if not isinstance(result, dict):
+                break
+            whole_bytes += len(line)
+            if isinstance(result.get("id"), str | int):
+                ids.add(result["id"])
+            else:
+                lines.add(result.get("line", 0))
+    if whole_bytes < output.stat().st_size:
+        with output.open("rb+") as file:
+            file.truncate(whole_bytes)
+    return Done(frozenset(ids), frozenset(lines))
+
+
+@dataclass(slots=True)
+class _Running:
+    id: str | int
+    request: Request
+    generation: Generation
+    update: Update = field(default_factory=Update)
+
+
+class OfflineRun:
+    """Reads requests as the engine has room for them and hands results out as they come."""
+
+    def __init__(self, loaded: LoadedModel, *, default_max_tokens: int, at_once: int) -> None:
+        self._loaded = loaded
+        self._engine = loaded.engine
+        self._default_max_tokens = default_max_tokens
+        self._at_once = at_once
+        self._running: dict[int, _Running] = {}
+
+    def run(self, lines: Iterator[tuple[int, bytes]], done: Done, write: Callable[[dict[str, Any]], None]) -> None:
+        """Generates for every line that is not done, and calls `write` with each result.
+
+        Args:
+            lines: (line number, JSON) pairs.
+            done: what to leave out.
+            write: gets results in the order in which they are complete.
+
+        Raises:
+            EngineFailed: the engine broke; what was written stays good.
+        """
+        seen: set[str | int] = set()
+        is_exhausted = False
+        while not is_exhausted or self._running:
+            while not is_exhausted and len(self._running) < self._at_once:
+                entry = next(lines, None)
+                if entry is None:
+                    is_exhausted = True
+                elif (error := self._admit(*entry, done, seen)) is not None:
+                    write(error)
+            if self._running:
+                self._step(write)
+
+    def _admit(self, number: int, line: bytes, done: Done, seen: set[str | int]) -> dict[str, Any] | None:
+        """Submits a line; returns its result at once if it is at fault."""
+        request_id: str | int | None = None
+        try:
+            request_id = _id_of(line)
+            if request_id in done.ids or (request_id is None and number in done.lines):
+                return None
+            body = decode_body(line, OfflineRequest)
+            if body.id in seen:
+                raise ApiError(400, f"id={body.id!r}: an earlier line has it", param="id")
+            seen.add(body.id)
+            self._submit(body)
+        except InvalidRequest as error:
+            return _error_result(request_id, number, from_invalid_request(error, NAMES))
+        except ApiError as error:
+            return _error_result(request_id, number, error)
+        return None
+
+    def _submit(self, body: OfflineRequest) -> None:
+        body.check()
+        loaded = self._loaded
+        if body.messages is None:
+            prompt_ids = body.prompt_ids or loaded.tokenizer.encode(body.prompt or "", add_special=True)
+            stops = loaded.stop_token_ids
+            parser: Parser = PlainParser(loaded.tokenizer)
+        else:
+            if loaded.recipe is None:
+                raise ApiError(400, "messages: this model has no conversation format", param="messages")
+            tools = to_tools(body.tools)
+            options = template_options(body.reasoning_effort, body.chat_template_kwargs)
+            prompt_ids = loaded.recipe.render(to_messages(body.messages), tools, **options)
+            stops = loaded.recipe.stop_token_ids
+            parser = loaded.recipe.create_parser(prompt_ids, tools=tools)
+        params = build_params(
+            body,
+            max_output_tokens=body.max_tokens if body.max_tokens is not None else self._default_max_tokens,
+            stop_token_ids=stops,
+            logprobs=body.top_logprobs,
+        )
+        generation = Generation(parser, stops=body.stop_strings(), wants_logprobs=body.top_logprobs is not None)
+        request = self._engine.submit(prompt_ids, sampling_params=params)
+        generation.on_stop = lambda: self._engine.cancel(request)
+        self._running[request.id] = _Running(body.id, request, generation)
+
+    def _step(self, write: Callable[[dict[str, Any]], None]) -> None:
+        for event in self._engine.step():
+            if isinstance(event, TokensEvent):
+                bounds = event.token_indptr.tolist()
+                for index, request in enumerate(event.requests):
+                    running = self._running.get(request.id)
+                    if running is not None:
+                        running.generation.add_tokens(event, bounds[index], bounds[index + 1])
+                        self._read(running)
+            elif isinstance(event, FinishedEvent) and (running := self._running.pop(event.request.id, None)):
+                running.generation.finish(event.reason, event.request.error)
+                self._read(running)
+                write(self._result(running))
+
+    def _read(self, running: _Running) -> None:
+        update = running.generation.take_update()
+        for delta in update.deltas:
+            running.update.add(delta)
+        running.update.token_ids += update.token_ids
+        running.update.logprobs += update.logprobs
+        running.update.ending = running.update.ending or update.ending
+
+    def _result(self, running: _Running) -> dict[str, Any]:
+        update, request = running.update, running.request
+        assert update.ending is not None
+        if update.ending is Ending.ERROR:
+            error = ApiError(500, f"the request failed: {request.error}", kind="server_error")
+            return {"id": running.id} | openai_body(error)
+        tool_calls = [
+            {"name": delta.name, "arguments": delta.arguments}
+            for delta in update.deltas
+            if isinstance(delta, ToolCallDelta)
+        ]
+        reasoning = "".join(delta.text for delta in update.deltas if isinstance(delta, ReasoningDelta))
+        result: dict[str, Any] = {
+            "id": running.id,
+            "token_ids": update.token_ids,
+            "text": "".join(delta.text for delta in update.deltas if isinstance(delta, TextDelta)),
+            "finish_reason": _FINISH_REASONS.get(update.ending, update.ending.value),
+            "logprobs": _logprobs(update) if request.params.logprobs is not None else None,
+            "usage": {
+                "prompt_tokens": len(request.prompt_ids),
+                "completion_tokens": len(update.token_ids),
+                "total_tokens": len(request.prompt_ids) + len(update.token_ids),
+            },
+        }
+        if reasoning:
+            result["reasoning"] = reasoning
+        if tool_calls:
+            result["tool_calls"] = tool_calls
+        return result
+
+
+def _logprobs(update: Update) -> list[dict[str, Any]]:
+    """One entry a token: its own logprob, and the most likely ids with theirs."""
+    return [
+        {
+            "token_id": entry.token_id,
+            "logprob": entry.logprob,
+            "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in entry.top],
+        }
+        for entry in update.logprobs
+    ]
+
+
+def _id_of(line: bytes) -> str | int | None:
+    """The id of a line that may be faulty otherwise."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    found = value.get("id") if isinstance(value, dict) else None
+    return found if isinstance(found, str) or (isinstance(found, int) and not isinstance(found, bool)) else None
+
+
+def _error_result(request_id: str | int | None, number: int, error: ApiError) -> dict[str, Any]:
+    """The result of a bad line; the line number stands in for an id that it lacks."""
+    return {"id": request_id, "line": number} | openai_body(error)
