@@ -28,6 +28,7 @@ class ChatTokenizer:
         eos_ids: ids that end a turn or a sequence.
         special_ids: ids of control tokens.
         vocab_size: one more than the largest id.
+        location: where the tokenizer came from, for messages.
     """
 
     def __init__(
@@ -37,8 +38,12 @@ class ChatTokenizer:
         chat_template: str | None = None,
         bos_id: int | None = None,
         eos_ids: Sequence[int] = (),
+        location: str = "tokenizer",
     ) -> None:
+        """Raises CheckpointError when the library's tokenizer fails at once."""
+        _try_out(tokenizer, location)
         self._tokenizer = tokenizer
+        self.location = location
         self.chat_template = chat_template
         self.bos_id = bos_id
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
@@ -52,12 +57,13 @@ class ChatTokenizer:
         """Returns the ids of a text.
 
         Args:
-            text: any text.
+            text: any text; half a surrogate pair counts as U+FFFD.
             add_special: whether the tokens that the model wants around a text (such as bos) are added.
             parse_special: whether strings such as `<|im_end|>` become the control tokens that they spell. Pass False
                 for text from users: it then stays text, whatever it spells.
         """
         tokenizer = self._tokenizer if parse_special else self._plain
+        text = _join_surrogates(text)
         return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -92,7 +98,10 @@ class ChatTokenizer:
     @cached_property
     def _plain(self) -> Tokenizer:
         """The same tokenizer, blind to control tokens (and, in byte-level kinds, to every added token)."""
-        plain = copy.deepcopy(self._tokenizer)
+        try:
+            plain = copy.deepcopy(self._tokenizer)
+        except Exception as error:  # a merge whose result is no token: found only when the library writes it out
+            raise CheckpointError(self.location, f"the tokenizer cannot be copied ({error})") from error
         if self._is_byte_level:
             plain.add_special_tokens(
                 [AddedToken(content, special=True, normalized=False) for content in self._added.values()]
@@ -149,6 +158,7 @@ def _load_gguf(path: Path) -> ChatTokenizer:
         chat_template=template if isinstance(template, str) else None,
         bos_id=bos if isinstance(bos, int) else None,
         eos_ids=[end for end in ends if isinstance(end, int)],
+        location=str(path),
     )
 
 
@@ -172,6 +182,7 @@ def _load_directory(directory: Path) -> ChatTokenizer:
         chat_template=_read_template(directory, settings),
         bos_id=bos,
         eos_ids=[end for end in ends if isinstance(end, int)],
+        location=str(path),
     )
 
 
@@ -197,6 +208,25 @@ def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
     content = token.get("content") if isinstance(token, dict) else token
     found: int | None = tokenizer.token_to_id(content) if isinstance(content, str) else None
     return found
+
+
+def _try_out(tokenizer: Tokenizer, location: str) -> None:
+    """Some damage shows at the first text or the first unknown letter, even as a panic, which is no `Exception`."""
+    try:
+        tokenizer.encode("a\U0010ffff", add_special_tokens=True)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise CheckpointError(location, f"is not a tokenizer that can be used ({error})") from error
+
+
+def _join_surrogates(text: str) -> str:
+    """JSON may hold characters as surrogate pairs, whole or halved; the library takes neither."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

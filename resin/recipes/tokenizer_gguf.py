@@ -69,7 +69,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], location: str) -> Tokenize
 
 def _build_byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     name = vocabulary.get("pre", "gpt-2")
-    kind = PRE_TOKENIZERS.get(name)
+    kind = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise CheckpointError(vocabulary.location, f"pre-tokenizer {name!r} is not supported (supported: {known})")
@@ -89,7 +89,8 @@ def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
         raise CheckpointError(
             vocabulary.location, "SentencePiece vocabularies that add a space prefix are not supported"
         )
-    tokenizer = _build_bpe(vocabulary, _score_merges(vocabulary), byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    unknown = "<unk>" if "<unk>" in vocabulary.ids else None
+    tokenizer = _build_bpe(vocabulary, _score_merges(vocabulary), byte_fallback=True, fuse_unk=True, unk_token=unknown)
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -109,7 +110,11 @@ def _build_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **opt
 def _score_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """SentencePiece keeps scores, not merges: every split of a piece into two pieces is one, best score first."""
     scores = vocabulary.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(vocabulary.tokens)
+        or not all(isinstance(score, int | float) for score in scores)
+    ):
         raise CheckpointError(vocabulary.location, "metadata tokenizer.ggml.scores does not match the tokens in length")
     normal = {
         token: (score, index)

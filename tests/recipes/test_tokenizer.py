@@ -72,6 +72,11 @@ def test_any_text_comes_back_and_plain_text_holds_no_control_token(smollm2: Chat
     assert smollm2.special_ids.isdisjoint(plain)
 
 
+def test_surrogates_never_break_encoding(smollm2: ChatTokenizer) -> None:
+    assert smollm2.decode(smollm2.encode("a\ud83d\uddfcb")) == "a\U0001f5fcb"
+    assert smollm2.decode(smollm2.encode("a\ud83db")) == "a\ufffdb"
+
+
 def test_pieces_join_to_the_bytes_of_the_text(smollm2: ChatTokenizer) -> None:
     text = "東京🗼 naïve"
     ids = smollm2.encode(text)
@@ -221,6 +226,38 @@ def test_hugging_face_files_give_template_and_ends(tmp_path: Path) -> None:
     assert (loaded.chat_template, loaded.eos_ids) == ("J", (9, 2, 7))
     (tmp_path / "chat_template.jinja").write_text("{{ 'é' }}", encoding="utf-8")
     assert load_tokenizer(tmp_path).chat_template == "{{ 'é' }}"
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_never_raise_another_error(tmp_path: Path, data: st.DataObject) -> None:
+    trained = train_byte_level("qwen2")
+    file = make_llama()
+    file.stored = {"token_embd.weight": file.stored["token_embd.weight"]}
+    file.metadata |= data.draw(st.sampled_from([gguf_metadata(trained, "qwen2"), sentencepiece_metadata()]))
+    if data.draw(st.booleans()):
+        path = tmp_path / "tokenizer.json"
+        path.write_text(trained.to_str(), encoding="utf-8")
+    else:
+        path = file.write(tmp_path / "model.gguf")
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    try:
+        tokenizer = load_tokenizer(path)
+        tokenizer.encode("hello <|im_end|> é", add_special=True)
+        tokenizer.encode("hello <|im_end|> é", parse_special=False)
+    except CheckpointError as error:
+        assert error.reason
+
+
+def test_a_template_with_an_unknown_token_is_refused_at_once(tmp_path: Path) -> None:
+    content = json.loads(train_byte_level("gpt-2").to_str())
+    content["post_processor"]["single"][0]["SpecialToken"]["id"] = "<|other|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is not a tokenizer that can be used"):
+        load_tokenizer(tmp_path)
 
 
 def test_missing_and_damaged_tokenizer_files_are_explained(tmp_path: Path) -> None:
