@@ -14,7 +14,7 @@ from resin.plan import InvalidRequest
 
 DEFAULT_MODEL = "smollm2-135m"
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?")
 _GEMMA_TERMS = """\
 Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms
 and its Prohibited Use Policy at https://ai.google.dev/gemma/prohibited_use_policy. By fetching these weights

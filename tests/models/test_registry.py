@@ -23,7 +23,7 @@ def test_names_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "model", ["", "no-such-name", "./missing", "a/b/c", "owner/missing.gguf", "/x", "a/b@", "../b"]
+    "model", ["", "no-such-name", "./missing", "a/b/c", "owner/missing.gguf", "/x", "a/b@", "a/b@..", "../b"]
 )
 def test_anything_else_is_refused_with_the_known_names(model: str) -> None:
     with pytest.raises(

@@ -270,3 +270,16 @@ def test_missing_and_damaged_tokenizer_files_are_explained(tmp_path: Path) -> No
     (tmp_path / "tokenizer_config.json").write_text("nope")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: is not JSON"):
         load_tokenizer(tmp_path)
+
+
+def test_gemma3_prompts_have_the_golden_ids() -> None:
+    path = MODELS["gemma3-270m"].source.find()
+    if path is None:
+        pytest.skip("gemma3-270m has not been downloaded")
+    golden = json.loads((Path(__file__).parents[1] / "data" / "gemma3_prompts.json").read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(path)
+    for prompt in golden["prompts"]:
+        assert tokenizer.encode(prompt["prompt_text"], add_special=True) == prompt["prompt_ids"]
+        assert tokenizer.decode(prompt["generated_ids"], skip_special=True) == prompt["generated_text"]
+    # The two longest runs of spaces that make 37, as the model's own tokenizer cuts them.
+    assert tokenizer.encode(" " * 37 + "x")[:2] == [167, 142]

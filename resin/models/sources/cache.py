@@ -68,7 +68,11 @@ def write_marker(directory: Path, files: Mapping[str, CachedFile]) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Makes a directory and keeps other processes out of it; the system frees the lock if this process dies."""
+    """Makes a directory and keeps other processes out of it; the system frees the lock if this process dies.
+
+    Raises:
+        DownloadError: the directory cannot be made, or a write inside the block fails.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         stream = (directory / ".lock").open("a")
@@ -76,7 +80,10 @@ def locked(directory: Path) -> Iterator[None]:
         raise DownloadError(str(directory), f"the cache cannot be written ({error.strerror or error})") from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except OSError as error:
+            raise DownloadError(str(directory), f"cannot be written ({error.strerror or error})") from error
 
 
 def hash_file(path: Path, new_hash: Callable[[], "hashlib._Hash"] = hashlib.sha256) -> "hashlib._Hash":

