@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass
-class TestedSequence:
+class PlannedSequence:
     """One sequence under test: its tokens so far, how many are cached, and its pages."""
 
     slot: int
@@ -47,12 +47,12 @@ class PlanBuilder:
         order = np.random.default_rng(7).permutation(np.arange(1, self.num_pages))
         self.free = [int(page) for page in order]
 
-    def sequence(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY) -> TestedSequence:
-        return TestedSequence(slot, list(prompt), len(prompt), params)
+    def sequence(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY) -> PlannedSequence:
+        return PlannedSequence(slot, list(prompt), len(prompt), params)
 
     def prefill(
         self,
-        chunks: Sequence[tuple[TestedSequence, int]],
+        chunks: Sequence[tuple[PlannedSequence, int]],
         bucket: Bucket | None = None,
         masks: dict[int, np.ndarray] | None = None,
     ) -> BatchPlan:
@@ -61,7 +61,7 @@ class PlanBuilder:
 
     def decode(
         self,
-        sequences: Sequence[TestedSequence],
+        sequences: Sequence[PlannedSequence],
         bucket: Bucket | None = None,
         masks: dict[int, np.ndarray] | None = None,
         from_slot: bool = True,
@@ -72,7 +72,7 @@ class PlanBuilder:
     def _plan(
         self,
         phase: Phase,
-        chunks: Sequence[tuple[TestedSequence, int]],
+        chunks: Sequence[tuple[PlannedSequence, int]],
         bucket: Bucket | None,
         masks: dict[int, np.ndarray],
         from_slot: bool,
@@ -128,7 +128,7 @@ class PlanBuilder:
 
 
 def row_flags(
-    params: SamplingParams, sequence: TestedSequence, emits: bool, from_slot: bool, masked: bool, phase: Phase
+    params: SamplingParams, sequence: PlannedSequence, emits: bool, from_slot: bool, masked: bool, phase: Phase
 ) -> int:
     """RowFlag bits of one row."""
     flags = RowFlag(0)
@@ -163,7 +163,7 @@ def fill_sampling(columns: dict[str, np.ndarray], row: int, params: SamplingPara
     columns["seed_low"][row], columns["seed_high"][row] = seed
 
 
-def slot_load(sequence: TestedSequence) -> SlotLoad:
+def slot_load(sequence: PlannedSequence) -> SlotLoad:
     """What the device slot of a sequence needs before its first sampled token."""
     bias = sequence.params.logit_bias
     return SlotLoad(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from resin.models.weights import Progress
@@ -120,6 +121,10 @@ class ModelRunner:
             raise InvalidRequest("arena", arena, f"page_bytes and dtype {expected}")
         if arena.num_pages < 2:
             raise InvalidRequest("num_pages", arena.num_pages, "at least 2: page 0 is scratch")
+        page_elements = arena.page_bytes // jnp.dtype(arena.dtype).itemsize
+        narrowest = min((plane.width for group in self.config.groups for plane in group.planes), default=page_elements)
+        if arena.num_pages * (page_elements // narrowest) >= 1 << 31:
+            raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {narrowest} values")
         self._arena_spec = arena
 
     def warm_up(self, progress: Progress | None = None) -> None:
