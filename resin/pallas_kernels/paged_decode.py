@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.tiles import LOG2E, MASKED, MIN_ROWS, load_rows, tile_dot
+from resin.pallas_kernels.tiles import LOG2E, MASKED, MIN_ROWS, exp2_affine, load_rows, tile_dot
 
 # Tokens that the reference handles at once. 128 keeps a block of a 3 x 64 cache in the first-level cache of a CPU.
 REFERENCE_BLOCK_TOKENS = 128
@@ -227,15 +227,15 @@ def _attend_block(q, arena_ref, ids_ref, row_first, planes_ref, head, start, old
     keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, q.dtype)
     values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, q.dtype)
     scores = tile_dot(q, keys, trans_b=True)
+    factor = spec.scale * LOG2E
     if spec.softcap is not None:
-        scores = spec.softcap * jnp.tanh(scores * (spec.scale / spec.softcap)) * LOG2E
-    else:
-        scores = scores * (spec.scale * LOG2E)
+        scores = jnp.tanh(scores * (spec.scale / spec.softcap))
+        factor = spec.softcap * LOG2E
     seen = held if spec.window is None else held & (entry >= oldest)
     scores = jnp.where(seen[None, :], scores, MASKED)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - new_top[:, None])
-    keep = jnp.exp2(top - new_top)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+    weights = exp2_affine(scores, factor, new_top[:, None], interpret=spec.interpret)
+    keep = exp2_affine(top, 1.0, new_top, interpret=spec.interpret)
     total = total * keep + jnp.sum(weights, axis=1)
     out = out * keep[:, None] + tile_dot(weights.astype(q.dtype), values)
     return new_top, total, out
@@ -333,14 +333,15 @@ def paged_decode_attention_ref(
 
     def attend_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = carry
-        columns = page_indptr[:-1, None] + index * block_pages + jnp.arange(block_pages, dtype=jnp.int32)
+        columns = page_indptr[:-1, None] + index * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
         pages = page_ids.at[jnp.minimum(columns, page_indptr[1:, None] - 1)].get(mode="clip")
         keys = gather_pages(arena, pages, key_row, kv_heads, page_entries, width)
         values = gather_pages(arena, pages, value_row, kv_heads, page_entries, width)
         scores = jnp.einsum("bkgd,bknd->bkgn", queries, keys, precision=lax.Precision.HIGHEST)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        positions = first_position[:, None] + index * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
+        block_positions = index * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
+        positions = first_position[:, None] + block_positions[None, :]
         seen = (positions >= first[:, None]) & (positions <= last[:, None])
         scores = jnp.where(seen[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))

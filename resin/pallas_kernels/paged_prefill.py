@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.paged_decode import gather_pages
-from resin.pallas_kernels.tiles import LOG2E, MASKED, load_rows, tile_dot
+from resin.pallas_kernels.tiles import LOG2E, MASKED, exp2_affine, load_rows, tile_dot
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
@@ -111,6 +111,7 @@ def paged_prefill_attention(
         has_sinks=sinks is not None,
         softcap=softcap,
         tiles=tiles,
+        interpret=interpret,
     )
     tiling = tile_map(query_indptr, tokens, spec.tile_tokens)
     planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
@@ -141,6 +142,7 @@ class _Spec:
     has_sinks: bool
     softcap: float | None
     tiles: PrefillTiles
+    interpret: bool
 
     @property
     def tile_tokens(self) -> int:
@@ -204,17 +206,21 @@ def _attend(q, arena_ref, ids_ref, planes_ref, tile: _Tile, first_entry, spec: _
     walk = functools.partial(_attend_block, q, arena_ref, ids_ref, planes_ref, tile, spec)
     whole_end = (first_entry + 1) // block
     end = pl.cdiv(tile.entries, block)
-    begin = 0
+    begin = inner = 0
     if spec.window is not None:
         begin = jnp.maximum(first_entry - spec.window + 1, 0) // block
-        # Blocks from here on lie within the window of the last row, and so of every row.
+        # Blocks from `inner` on lie within the window of the last row, and so of every row.
         inner = pl.cdiv(jnp.maximum(first_entry + spec.tile_tokens - spec.window, 0), block)
         inner = jnp.clip(inner, begin, end)
         whole_end = jnp.maximum(whole_end, inner)
-        carry = lax.fori_loop(begin, inner, functools.partial(walk, True), carry)
-        begin = inner
-    carry = lax.fori_loop(begin, whole_end, functools.partial(walk, False), carry)
-    return lax.fori_loop(whole_end, end, functools.partial(walk, True), carry)
+    low_edge = inner - begin
+
+    def walk_edge(index, carry):
+        return walk(True, jnp.where(index < low_edge, begin + index, whole_end + index - low_edge), carry)
+
+    # Edges first: with the whole blocks first, ptxas serialises every wgmma of the kernel (C7515).
+    carry = lax.fori_loop(0, low_edge + end - whole_end, walk_edge, carry)
+    return lax.fori_loop(inner, whole_end, functools.partial(walk, False), carry)
 
 
 def _attend_block(q, arena_ref, ids_ref, planes_ref, tile: _Tile, spec: _Spec, edge: bool, index, carry):
@@ -245,8 +251,8 @@ def _attend_block(q, arena_ref, ids_ref, planes_ref, tile: _Tile, spec: _Spec, e
             seen &= entry[None, :] > tile.entry[:, None] - spec.window
         scores = jnp.where(seen, scores, MASKED)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
-    weights = jnp.exp2(scores * factor - new_top[:, None])
-    keep = jnp.exp2(top - new_top)
+    weights = exp2_affine(scores, factor, new_top[:, None], interpret=spec.interpret)
+    keep = exp2_affine(top, 1.0, new_top, interpret=spec.interpret)
     total = total * keep + jnp.sum(weights, axis=1)
     out = out * keep[:, None] + tile_dot(weights.astype(q.dtype), values)
     return new_top, total, out
@@ -327,6 +333,7 @@ def paged_prefill_attention_ref(
             seen = (positions[None, :] <= at[:, None]) & (positions[None, :] < end)
             if window is not None:
                 seen &= positions[None, :] > at[:, None] - window
+            seen = seen[None, None]
             scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)

@@ -85,19 +85,22 @@ def compile_for_gpu(module: TritonModule, arch: int) -> CompiledKernel:
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
 
+    target = GPUTarget("cuda", arch, 32)
+    options = {"num_warps": module.num_warps, "num_stages": module.num_stages}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{module.name}.ttir"
         path.write_bytes(module.ir)
         context = ir.context()
         ir.load_dialects(context)
-        text = str(ir.parse_mlir_module(str(path), context))
-        path.write_text(text)
-        kernel = triton.compile(
-            str(path),
-            target=GPUTarget("cuda", arch, 32),
-            options={"num_warps": module.num_warps, "num_stages": module.num_stages},
-        )
+        parsed = ir.parse_mlir_module(str(path), context)
+        # A file of Triton IR counts as optimised already, so the first stage has to be run by hand.
+        backend = make_backend(target)
+        parsed.context = context
+        parsed = backend.make_ttir(parsed, {}, backend.parse_options(options), arch)
+        path.write_text(str(parsed))
+        kernel = triton.compile(str(path), target=target, options=options)
     return CompiledKernel(kernel.metadata.shared, *_ptxas_report(kernel.asm["ptx"], arch), kernel.asm)
 
 
