@@ -6,7 +6,7 @@ alone, so a wrong page, offset, state or slot changes the tokens. `expected_toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,11 +59,8 @@ def fake_config(
         rows = [sequences * (-(-max_context_tokens // span) + 1) if span else 0 for span in spans]
         return Bucket(phase, sequences, tokens, tuple(rows))
 
-    table = []
-    for tokens in (8, max_plan_tokens):
-        table.append(bucket(Phase.PREFILL, min(tokens, max_sequences), tokens))
-    for sequences in sorted({1, max_sequences}):
-        table.append(bucket(Phase.DECODE, sequences, sequences))
+    table = [bucket(Phase.PREFILL, min(tokens, max_sequences), tokens) for tokens in (8, max_plan_tokens)]
+    table += [bucket(Phase.DECODE, sequences, sequences) for sequences in sorted({1, max_sequences})]
     return RunnerConfig(
         vocab_size=VOCAB,
         max_sequences=max_sequences,
@@ -99,12 +96,6 @@ def expected_tokens(config: RunnerConfig, prompt: list[int], count: int) -> list
         value = mix(value, tokens[-1])
         tokens.append(value % VOCAB)
     return tokens[len(prompt) :]
-
-
-@dataclass
-class _Rows:
-    tokens: np.ndarray  # int64 [pages, entries], token of each entry of one paged group
-    positions: np.ndarray  # int64 [pages, entries], where in its sequence
 
 
 class PagedFake:
@@ -226,23 +217,3 @@ class OverlapFake(PagedFake):
     def collect(self, handle: ForwardOutput) -> ForwardOutput:
         self._maybe_fail("collect")
         return replace(handle)
-
-
-class ScriptedRunner:
-    """Minimal runner: `script(request_id, step)` gives each row's next token."""
-
-    def __init__(self, script: Any, *, vocab_size: int = 0, max_sequences: int = 64) -> None:
-        self.config = RunnerConfig(vocab_size=vocab_size, max_sequences=max_sequences)
-        self._script = script
-        self._steps: dict[int, int] = {}
-
-    def forward(self, plan: BatchPlan) -> ForwardOutput:
-        tokens, indptr = [], [0]
-        for row in range(plan.num_sequences):
-            if plan.row_flags[row] & RowFlag.EMIT:
-                request = plan.request_ids[row]
-                step = self._steps.get(request, 0)
-                self._steps[request] = step + 1
-                tokens.append(self._script(request, step))
-            indptr.append(len(tokens))
-        return ForwardOutput(np.asarray(tokens, np.int32), np.asarray(indptr, np.int32))

@@ -69,15 +69,13 @@ class Driver:
         prompt = self.shared[:shared_tokens] + [self.random.randrange(VOCAB) for _ in range(own_tokens)]
         stops = (self.random.randrange(VOCAB),) if outputs % 3 == 0 else ()
         params = SamplingParams(max_output_tokens=outputs, stop_token_ids=stops, temperature=0)
-        self.requests.append(
-            self.engine.submit(prompt, sampling_params=params, priority=priority, cache_salt=salt)
-        )
+        self.requests.append(self.engine.submit(prompt, sampling_params=params, priority=priority, cache_salt=salt))
 
     def follow_up(self) -> None:
         """A next turn: an earlier conversation, its answer and some new tokens."""
         done = [request for request in self.finished if request.num_tokens < CONTEXT_TOKENS - 10]
         if done:
-            prompt = self.random.choice(done).all_ids().tolist() + [1, 2, 3]
+            prompt = [*self.random.choice(done).all_ids().tolist(), 1, 2, 3]
             self.requests.append(
                 self.engine.submit(prompt, sampling_params=SamplingParams(max_output_tokens=5, temperature=0))
             )
@@ -274,6 +272,11 @@ def test_a_million_random_operations() -> None:
     draw = random.Random(0)
     done = 0
     while done < 1_000_000:
-        settings_of_run = (draw.choice(sorted(MIXES)), draw.random() < 0.5, draw.random() < 0.7, draw.choice((0, 5, 20, 60)))
+        settings_of_run = (
+            draw.choice(sorted(MIXES)),
+            draw.random() < 0.5,
+            draw.random() < 0.7,
+            draw.choice((0, 5, 20, 60)),
+        )
         run_random(*settings_of_run, seed=done, operations=1000)
         done += 1000

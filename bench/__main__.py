@@ -1,0 +1,28 @@
+"""`python -m bench NAME ...`: each subcommand is the `main(argv)` of the module of that name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "scheduler": "host time of Engine.step()",
+    "simulate": "the real scheduler over request traces, without a model",
+    "replay": "execute a plan recording again and report the first difference",
+    "kernels": "check and time each kernel",
+    "cpu_compare": "CPU speed against transformers",
+    "cloc": "code size by component",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in COMMANDS:
+        print("usage: python -m bench COMMAND [options]\n")
+        for name, text in COMMANDS.items():
+            print(f"  {name:12} {text}")
+        return 0 if argv in ([], ["-h"], ["--help"]) else 2
+    return int(importlib.import_module(f"bench.{argv[0]}").main(argv[1:]) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
