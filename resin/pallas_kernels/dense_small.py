@@ -5,6 +5,9 @@ rmsnorm(x) @ W = ((x * g) @ W) / rms(x), so each program scales x by g on the wa
 divides at the end. A gated pair reads the gate columns `[:, :N/2]` and the up columns `[:, N/2:]` of one fused weight
 in the same program.
 
+Up to four rows run on the vector units: a program keeps `[block_inner, block_columns]` float32 sums a row and adds
+them up once at the end, so that all its loads are in flight at once. More rows use tensor cores, 16 rows at least.
+
 Grid: (N / block_columns, splits). Such products are bound by the bytes of W: narrow column blocks spread W over all
 multiprocessors, and the pipeline keeps `num_stages` tiles of it in flight. Where even narrow blocks leave
 multiprocessors idle, K is split and the last program to arrive (an atomic count for each column block) adds the parts
@@ -28,6 +31,7 @@ from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
 Gate = Literal["silu", "gelu_tanh"]
 
 MAX_ROWS = 64
+VECTOR_ROWS = 4  # above it the float32 sums of the vector path no longer fit the registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,19 @@ class _Spec:
     interpret: bool
 
     @property
+    def vector(self) -> bool:
+        return self.rows <= VECTOR_ROWS
+
+    @property
     def row_tile(self) -> int:
+        if self.vector:
+            return pl.next_power_of_2(self.rows)
         return max(MIN_ROWS, pl.next_power_of_2(self.rows))
+
+    @property
+    def whole(self) -> bool:
+        """True if the steps of all splits cover K exactly."""
+        return self.inner % (self.tiles.block_inner * self.tiles.splits) == 0
 
     @property
     def parts(self) -> int:
@@ -151,9 +166,8 @@ def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
     column_block, split = pl.program_id(0), pl.program_id(1)
     column = column_block * spec.tiles.block_columns + jnp.arange(spec.tiles.block_columns, dtype=jnp.int32)
     steps = pl.cdiv(pl.cdiv(spec.inner, spec.tiles.block_inner), spec.tiles.splits)
-    walk = functools.partial(_inner_step, x_ref, weight_ref, norm_ref, column, split * steps, spec)
-    sums = tuple(jnp.zeros((spec.row_tile, spec.tiles.block_columns), jnp.float32) for _ in range(spec.parts))
-    squares, *sums = lax.fori_loop(0, steps, walk, (jnp.zeros((spec.row_tile,), jnp.float32), *sums))
+    product = _vector_product if spec.vector else _matrix_product
+    squares, *sums = product(x_ref, weight_ref, norm_ref, column, split * steps, steps, spec)
     if spec.tiles.splits == 1:
         _finish(refs[-1], residual_ref, column, squares, sums, spec)
         return
@@ -184,26 +198,75 @@ def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
         counter_ref[column_block] = 0
 
 
-def _inner_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, index, carry):
+def _matrix_product(x_ref, weight_ref, norm_ref, column, first_step, steps, spec: _Spec):
+    """Sums of squares `[row_tile]` and one `[row_tile, block_columns]` product a part."""
+    walk = functools.partial(_matrix_step, x_ref, weight_ref, norm_ref, column, first_step, spec)
+    sums = tuple(jnp.zeros((spec.row_tile, spec.tiles.block_columns), jnp.float32) for _ in range(spec.parts))
+    return lax.fori_loop(0, steps, walk, (jnp.zeros((spec.row_tile,), jnp.float32), *sums))
+
+
+def _vector_product(x_ref, weight_ref, norm_ref, column, first_step, steps, spec: _Spec):
+    """The same on the vector units."""
+    shape = (spec.tiles.block_inner, spec.tiles.block_columns)
+    walk = functools.partial(_vector_step, x_ref, weight_ref, norm_ref, column, first_step, spec)
+    zeros = [jnp.zeros(shape, jnp.float32)] * (spec.rows * spec.parts)
+    carry = lax.fori_loop(0, steps, walk, ([jnp.zeros(shape[:1], jnp.float32)] * spec.rows, zeros))
+    squares, sums = carry
+    row = jnp.arange(spec.row_tile, dtype=jnp.int32)
+    all_squares = jnp.zeros((spec.row_tile,), jnp.float32)
+    parts = [jnp.zeros((spec.row_tile, spec.tiles.block_columns), jnp.float32)] * spec.parts
+    for m in range(spec.rows):
+        all_squares = jnp.where(row == m, jnp.sum(squares[m]), all_squares)
+        for part in range(spec.parts):
+            total = jnp.sum(sums[m * spec.parts + part], axis=0)
+            parts[part] = jnp.where((row == m)[:, None], total[None, :], parts[part])
+    return all_squares, *parts
+
+
+def _vector_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, index, carry):
+    squares, sums = (list(values) for values in carry)
+    inner = (first_step + index) * spec.tiles.block_inner + jnp.arange(spec.tiles.block_inner, dtype=jnp.int32)
+    weights = [weight.astype(jnp.float32) for weight in _load_weights(weight_ref, inner, column, spec)]
+    held = None if spec.whole else inner < spec.inner
+    other = None if spec.whole else 0
+    if norm_ref is not None:
+        scale = plgpu.load(norm_ref.at[inner], mask=held, other=other).astype(jnp.float32)
+    for m in range(spec.rows):
+        x = plgpu.load(x_ref.at[m, inner], mask=held, other=other).astype(jnp.float32)
+        if norm_ref is not None:
+            squares[m] = squares[m] + x * x
+            x = (x * scale).astype(x_ref.dtype).astype(jnp.float32)
+        for part, weight in enumerate(weights):
+            place = m * spec.parts + part
+            sums[place] = sums[place] + x[:, None] * weight
+    return squares, sums
+
+
+def _load_weights(weight_ref, inner, column, spec: _Spec) -> list[jax.Array]:
+    """The weight tile of each part."""
+    mask = other = None
+    if not spec.whole or spec.columns % spec.tiles.block_columns:
+        mask, other = (inner < spec.inner)[:, None] & (column < spec.columns)[None, :], 0
+    starts = [part * spec.columns for part in range(spec.parts)]
+    return [
+        plgpu.load(weight_ref.at[inner[:, None], start + column[None, :]], mask=mask, other=other) for start in starts
+    ]
+
+
+def _matrix_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, index, carry):
     """Adds one `[row_tile, block_inner] @ [block_inner, block_columns]` product a part."""
     squares, *sums = carry
     row = jnp.arange(spec.row_tile, dtype=jnp.int32)
     inner = (first_step + index) * spec.tiles.block_inner + jnp.arange(spec.tiles.block_inner, dtype=jnp.int32)
-    whole = spec.inner % (spec.tiles.block_inner * spec.tiles.splits) == 0
-    held = jnp.full(inner.shape, True) if whole else inner < spec.inner
+    held = jnp.full(inner.shape, True) if spec.whole else inner < spec.inner
     x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=(row < spec.rows)[:, None] & held[None, :], other=0)
     if norm_ref is not None:
         wide = x.astype(jnp.float32)
         squares = squares + jnp.sum(wide * wide, axis=1)
         scale = plgpu.load(norm_ref.at[inner], mask=held, other=0).astype(jnp.float32)
         x = (wide * scale[None, :]).astype(x.dtype)
-    mask = held[:, None] & (column < spec.columns)[None, :]
-    if whole and spec.columns % spec.tiles.block_columns == 0:
-        mask = None
-    other = None if mask is None else 0
-    for part in range(spec.parts):
-        at = (inner[:, None], part * spec.columns + column[None, :])
-        sums[part] = sums[part] + tile_dot(x, plgpu.load(weight_ref.at[at], mask=mask, other=other))
+    for part, weight in enumerate(_load_weights(weight_ref, inner, column, spec)):
+        sums[part] = sums[part] + tile_dot(x, weight)
     return squares, *sums
 
 
