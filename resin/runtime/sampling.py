@@ -64,6 +64,8 @@ def has(columns: Columns, flag: RowFlag) -> jax.Array:
 
 def first_argmax(values: jax.Array) -> jax.Array:
     """int32 [B], the lowest id among the largest values."""
+    # Two passes must see the same numbers, not two fusions' versions of them.
+    values = lax.optimization_barrier(values)
     top = values.max(axis=-1, keepdims=True)
     ids = lax.broadcasted_iota(jnp.int32, values.shape, 1)
     return jnp.min(jnp.where(values == top, ids, values.shape[1] - 1), axis=-1)

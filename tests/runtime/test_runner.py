@@ -9,7 +9,6 @@ import pytest
 
 from resin.plan import ArenaSpec, InvalidRequest, PlanRejected, SamplingParams
 from resin.runtime import ModelRunner, build_runner
-from resin.runtime.executable import compile_step
 from resin.runtime.ledger import program_temporary_bytes
 from tests.plan_builder import PlanBuilder, PlannedSequence
 from tests.runtime.tiny_runner import (
@@ -59,7 +58,7 @@ def test_prefill_and_decode_logprobs_equal_the_whole_sequence_forward(runner: Mo
             tokens = sequence.tokens
             expected = jax.nn.log_softmax(reference_logits(family, tokens)[-1])
             order = np.argsort(-expected, kind="stable")[:5]
-            np.testing.assert_allclose(output.top_logprobs[0], expected[order], atol=2e-5)
+            np.testing.assert_allclose(output.top_logprobs[0], expected[order], atol=5e-5)
             np.testing.assert_array_equal(output.top_ids[0], order)
             assert output.token_ids[0] == order[0]
             assert output.logprobs[0] == output.top_logprobs[0, 0]
@@ -140,10 +139,10 @@ def test_prompt_logprobs_cross_chunk_borders(runner: ModelRunner, family: str) -
 
 
 def test_no_program_copies_the_arena(runner: ModelRunner) -> None:
-    arena = ArenaSpec(4096, runner.config.geometry.page_bytes, runner.config.arena_dtype)
-    for bucket in runner.config.buckets:
-        temporary = program_temporary_bytes(compile_step(runner._spec, bucket, arena))
-        assert temporary < arena.total_bytes / 100, f"{bucket}: {temporary} of {arena.total_bytes}"
+    arena = NUM_PAGES * runner.config.geometry.page_bytes
+    assert set(runner._programs) == set(runner.config.buckets)
+    for bucket, program in runner._programs.items():
+        assert program_temporary_bytes(program) < arena / 100, bucket
 
 
 def test_nothing_compiles_after_ready(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:

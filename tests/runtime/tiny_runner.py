@@ -17,7 +17,8 @@ from resin.runtime import ModelRunner, RunnerOptions, build_runner
 from resin.runtime.mesh import build_mesh
 from tests.plan_builder import PlanBuilder
 
-NUM_PAGES = 96
+# Large enough that a copy of the arena (64 MiB) would dwarf every other temporary.
+NUM_PAGES = 8192
 
 
 def tiny_options(**changes: object) -> RunnerOptions:
