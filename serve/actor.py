@@ -198,6 +198,7 @@ class EngineActor:
                 if room <= 0 and not is_late:
                     return
                 del self._queue[key]
+                self.active += not is_late  # at no moment is it in neither count
             if is_late:
                 self._reject(job, FinishReason.DEADLINE)
                 continue
@@ -211,10 +212,10 @@ class EngineActor:
                     cache_salt=job.cache_salt,
                 )
             except InvalidRequest as error:
+                self.active -= 1
                 self._reject(job, FinishReason.ERROR, error)
                 continue
             self.jobs[job.request.id] = job
-            self.active += 1
 
     def _publish(self, events: Sequence[Event]) -> None:
         if events:

@@ -23,7 +23,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _LOG = logging.getLogger("resin.serve")
 _ACCESS = logging.getLogger("resin.access")
-_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
+REQUEST_ID = web.RequestKey("request_id", str)
+_GIVEN_ID = re.compile(r"[\w.:\-]{1,128}")
 _OPEN_PATHS = ("/health", "/metrics")
 
 
@@ -47,8 +48,8 @@ def build_app(service: Service) -> web.Application:
 async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Request id, access log and metrics."""
     given = request.headers.get("x-request-id", "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-    request["id"] = request_id
+    request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    request[REQUEST_ID] = request_id
     metrics = service_of(request).metrics
     resource = request.match_info.route.resource
     path = resource.canonical if resource is not None else "unknown"
@@ -83,8 +84,8 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler: the id goes into the headers of streams as well."""
-    if "id" in request:
-        response.headers["x-request-id"] = request["id"]
+    if REQUEST_ID in request:
+        response.headers["x-request-id"] = request[REQUEST_ID]
 
 
 @web.middleware
@@ -101,7 +102,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except ConnectionResetError:
         raise
     except Exception:
-        _LOG.exception("request %s failed", request["id"])
+        _LOG.exception("request %s failed", request[REQUEST_ID])
         return _error_response(failed("internal error"))
 
 

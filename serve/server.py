@@ -68,12 +68,19 @@ class HttpServer:
         self._stop: asyncio.Event | None = None
         self._stops_early = False
         self._failure: BaseException | None = None
+        self._service: Service | None = None
 
     @property
     def url(self) -> str:
         """Base address, with the real port once the server is ready."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def service(self) -> Service:
+        """The running server's state, to look at."""
+        assert self._service is not None, "the server is not running"
+        return self._service
 
     def serve(self, on_ready: Callable[[], None] | None = None) -> None:
         """Runs the server in this thread until `shutdown`, SIGTERM or SIGINT (in the main thread), or a failure.
@@ -117,7 +124,7 @@ class HttpServer:
             return
         delivery = Delivery(self._loop)
         actor = self._build_actor(delivery)
-        service = self._build_service(actor)
+        service = self._service = self._build_service(actor)
         runner = web.AppRunner(build_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, self.config.host, self.config.port, backlog=1024)

@@ -13,6 +13,7 @@ from resin.plan import InvalidRequest
 from serve.actor import Job
 from serve.errors import ApiError, failed, from_invalid_request, timed_out, unavailable
 from serve.generation import Ending, Generation, Update
+from serve.schemas.sampling import NAMES
 
 
 class Choice:
@@ -126,5 +127,5 @@ class Session:
 
 def _as_api_error(error: BaseException | None) -> ApiError:
     if isinstance(error, InvalidRequest):
-        return from_invalid_request(error)
+        return from_invalid_request(error, NAMES)
     return failed("the request failed inside the engine")

@@ -12,7 +12,7 @@ from serve.errors import invalid
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])?`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 

@@ -17,8 +17,8 @@ TOKENIZER = ByteTokenizer()
 class ScriptedRunner:
     """Continues sequences by script.
 
-    A response belongs to every prompt that holds its key, the last registered first; other prompts get `default`. After
-    its last token the response repeats the end token. Rows with a mask take the scripted token if it is allowed, else
+    A response belongs to every prompt that holds its key; of several keys the one that stands last in the prompt counts,
+    and other prompts get `default`. After its last token the response repeats the end token. Rows with a mask take the scripted token if it is allowed, else
     the lowest allowed one that is no control token, else the lowest.
     """
 
@@ -33,14 +33,14 @@ class ScriptedRunner:
         self.steps = 0
         self._end = TOKENIZER.eos_ids[0]
         self._default = TOKENIZER.encode(default)
-        self._responses: list[tuple[list[int], list[int]]] = []
+        self._responses: dict[bytes, list[int]] = {}
         self._sequences: dict[int, list[int]] = {}
         self._plans: dict[int, tuple[int, list[int]]] = {}
 
     def answer(self, key: str, response: str | Sequence[int]) -> None:
         """Prompts that hold `key` are continued with `response`."""
         ids = TOKENIZER.encode(response) if isinstance(response, str) else list(response)
-        self._responses.insert(0, (list(key.encode()), ids))
+        self._responses[key.encode()] = ids
 
     def forward(self, plan: BatchPlan) -> ForwardOutput:
         self.before_step()
@@ -87,10 +87,8 @@ class ScriptedRunner:
 
     def _response_to(self, sequence: list[int]) -> tuple[int, list[int]]:
         data = bytes(min(token, 255) for token in sequence)
-        for key, response in self._responses:
-            if bytes(key) in data:
-                return len(sequence), response
-        return len(sequence), self._default
+        found = max(((data.rfind(key), response) for key, response in self._responses.items()), default=(-1, []))
+        return len(sequence), found[1] if found[0] >= 0 else self._default
 
 
 def _allowed(words: np.ndarray, token: int) -> int:

@@ -1,0 +1,200 @@
+"""The `resin` command on a scripted model."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resin import Engine, SamplingParams
+from resin.recipes import get_native_recipe
+from serve.cli import main
+from serve.commands import chat, generate
+from serve.commands.loading import LoadedModel
+from tests.serve.conftest import CALL, WORDS
+from tests.serve.scripted_runner import CHOSEN_LOGPROB, TOKENIZER, ScriptedRunner
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> ScriptedRunner:
+    runner = ScriptedRunner()
+    runner.answer("[words]", WORDS)
+    runner.answer("[call]", "<think>\nHm.\n</think>\n\nWait." + CALL)
+
+    def load(args: Any) -> LoadedModel:
+        recipe = get_native_recipe("qwen3", TOKENIZER)
+        tokenizer: Any = TOKENIZER
+        return LoadedModel("scripted", Engine(runner), tokenizer, recipe)
+
+    monkeypatch.setattr(chat, "load_model", load)
+    monkeypatch.setattr(generate, "load_model", load)
+    return runner
+
+
+def write_lines(path: Path, *lines: Any) -> None:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+
+
+def read_results(path: Path) -> dict[Any, Any]:
+    return {result["id"]: result for result in map(json.loads, path.read_text().splitlines())}
+
+
+def generate_with(tmp_path: Path) -> int:
+    return main(["generate", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")])
+
+
+def test_generate_takes_every_kind_of_prompt(runner: ScriptedRunner, tmp_path: Path) -> None:
+    ids = TOKENIZER.encode("[words]")
+    write_lines(
+        tmp_path / "in.jsonl",
+        {"id": "ids", "prompt_ids": ids, "max_tokens": 5, "temperature": 0, "logprobs": 2},
+        {"id": 7, "prompt": "x", "seed": 3, "top_p": 0.5},
+        {"id": "chat", "messages": [{"role": "user", "content": "[call]"}], "logprobs": None},
+        {"id": "stop", "prompt": "[words]", "stop": ["quick", "fox"], "logprobs": 0},
+    )
+    assert generate_with(tmp_path) == 0
+    results = read_results(tmp_path / "out.jsonl")
+    assert list(results["ids"]) == ["id", "token_ids", "text", "finish_reason", "logprobs", "usage"]
+    assert results["ids"]["token_ids"] == list(WORDS[:5].encode())
+    assert (results["ids"]["text"], results["ids"]["finish_reason"]) == ("The q", "length")
+    assert results["ids"]["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 5, "total_tokens": len(ids) + 5}
+    first = results["ids"]["logprobs"][0]
+    assert first["token_id"] == ord("T") and first["logprob"] == pytest.approx(CHOSEN_LOGPROB)
+    assert [top["token_id"] for top in first["top"]] == [ord("T"), ord("U")]
+    assert results[7]["text"] == "Hello!" and results[7]["finish_reason"] == "stop"
+    assert results[7]["token_ids"] == [*b"Hello!", TOKENIZER.eos_ids[0]]
+    assert results[7]["logprobs"] is None
+    assert results["chat"]["text"] == "Wait." and results["chat"]["reasoning"] == "Hm."
+    assert results["chat"]["tool_calls"] == [{"name": "weather", "arguments": '{"city": "Bonn"}'}]
+    assert results["stop"]["text"] == "The " and results["stop"]["finish_reason"] == "stop"
+    assert results["stop"]["token_ids"] == list(b"The quick")
+    assert len(results["stop"]["logprobs"]) == len(b"The quick")
+
+
+def test_generate_reports_bad_lines_in_their_results(runner: ScriptedRunner, tmp_path: Path) -> None:
+    write_lines(
+        tmp_path / "in.jsonl",
+        {"id": 1, "prompt": "x"},
+        "{oops",
+        {"id": 2, "prompt": "x", "temperature": -1},
+        {"prompt": "x"},
+        {"id": 3},
+        {"id": 4, "prompt": "x", "prompt_ids": [1]},
+        {"id": 5, "prompt_ids": [99999]},
+        {"id": 6, "prompt": "y" * 5000},
+        {"id": 1, "prompt": "x"},
+        {"id": 7, "prompt": "x"},
+    )
+    assert generate_with(tmp_path) == 1
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {line["id"] for line in lines if "error" not in line} == {1, 7}
+    faults = {(line["id"], line["line"]): line["error"]["param"] for line in lines if "error" in line}
+    assert faults == {
+        (None, 2): None,
+        (2, 3): "temperature",
+        (None, 4): "id",
+        (3, 5): "prompt",
+        (4, 6): "prompt",
+        (5, 7): "prompt",
+        (6, 8): "prompt",
+        (1, 9): "id",
+    }
+
+
+def test_generate_goes_on_where_it_stopped(runner: ScriptedRunner, tmp_path: Path) -> None:
+    requests = [{"id": i, "prompt": f"number {i}"} for i in range(20)]
+    write_lines(tmp_path / "in.jsonl", "{oops", *requests)
+    assert generate_with(tmp_path) == 1
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    # The process died in the middle of a line.
+    (tmp_path / "out.jsonl").write_bytes(whole[: len(whole) // 2])
+    kept = whole[: len(whole) // 2].count(b"\n")
+    steps = runner.steps
+    generate_with(tmp_path)
+    again = (tmp_path / "out.jsonl").read_bytes()
+    assert sorted(again.splitlines()) == sorted(whole.splitlines())
+    assert again.splitlines()[:kept] == whole.splitlines()[:kept]
+    assert runner.steps > steps
+    steps = runner.steps
+    assert generate_with(tmp_path) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == again
+    assert runner.steps == steps
+
+
+def test_generate_batches(runner: ScriptedRunner, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", *({"id": i, "prompt": f"{i}", "max_tokens": 50} for i in range(32)))
+    runner.answer("", "abcde" * 10)
+    assert generate_with(tmp_path) == 0
+    assert len(read_results(tmp_path / "out.jsonl")) == 32
+    assert runner.steps < 32 * 50 / 8
+
+
+def test_generate_names_a_missing_input(
+    runner: ScriptedRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate_with(tmp_path) == 1
+    assert "in.jsonl" in capsys.readouterr().err
+
+
+def test_chat_answers_each_line(
+    runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.answer("second", "Again.")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\nsecond\n[call]\n/reset\n[words]\n/exit\nnever\n"))
+    assert main(["chat", "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f'Hello!\nAgain.\nHm.\n\nWait.\nweather({{"city": "Bonn"}})\n\n{WORDS}\n'
+    reports = captured.err.splitlines()
+    assert len(reports) == 4
+    assert all("tokens/s" in report and "first after" in report for report in reports)
+
+
+def test_chat_keeps_the_conversation(runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[str] = []
+    submit = Engine.submit
+
+    def spy(self: Engine, token_ids: Any, *, sampling_params: SamplingParams) -> Any:
+        prompts.append(TOKENIZER.decode(token_ids))
+        return submit(self, token_ids, sampling_params=sampling_params)
+
+    monkeypatch.setattr(Engine, "submit", spy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+    assert main(["chat", "--system", "Be brief."]) == 0
+    assert prompts[1].startswith(prompts[0] + "Hello!")
+    assert "Be brief." in prompts[0] and "second" in prompts[1]
+
+
+def test_chat_forgets_the_oldest_turns_when_the_context_is_full(
+    runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(("x" * 1500 + "\n") * 4))
+    assert main(["chat", "--max-tokens", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello\n" * 4
+    assert "no longer fit" in captured.err
+
+
+def test_mistakes_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["chat", "no-such-model"], ["download", "no-such-model"], ["serve", "no-such-model"]):
+        assert main(arguments) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("resin: model='no-such-model': expected")
+    for arguments in ([], ["fly"], ["serve", "--port", "many"], ["generate"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_help_needs_no_jax() -> None:
+    code = "import sys; sys.modules['jax'] = None\nfrom serve.cli import main\nmain(['chat', '--help'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "registered name, local path" in result.stdout
