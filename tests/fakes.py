@@ -6,6 +6,7 @@ alone, so a wrong page, offset, state or slot changes the tokens. `expected_toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -101,15 +102,16 @@ def expected_tokens(config: RunnerConfig, prompt: list[int], count: int) -> list
 class PagedFake:
     """A runner that reads and writes a NumPy arena exactly as the plans say, and checks what it reads.
 
-    Args:
-        config: cache groups, buckets and limits.
+    Attributes:
         fail: maps a stage ("accept", "dispatch", "collect", "forward") to an exception to raise at the next call.
+        check: called with every plan before it runs.
     """
 
     def __init__(self, config: RunnerConfig) -> None:
         self.config = config
         self.fail: dict[str, BaseException] = {}
         self.plans: list[BatchPlan] = []
+        self.check: Callable[[BatchPlan], None] = lambda plan: None
         self.slots = np.full(config.max_sequences + 1, _POISON, np.int64)
 
     def bind(self, arena: ArenaSpec) -> None:
@@ -132,6 +134,7 @@ class PagedFake:
     def _execute(self, plan: BatchPlan) -> ForwardOutput:
         self.plans.append(plan)
         self._check_padding(plan)
+        self.check(plan)
         tokens = plan.token_ids.astype(np.int64)
         for row in range(plan.num_sequences):
             if plan.row_flags[row] & RowFlag.FROM_SLOT:

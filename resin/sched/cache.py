@@ -312,18 +312,21 @@ class CacheManager:
             due |= committed % self.checkpoint_tokens == 1
         return due
 
-    def commit(self, request: Request, position: int, computed: int) -> None:
+    def commit(self, request: Request, position: int, computed: int) -> bool:
         """The request's first `position` tokens are in the cache: publish them, and let go of older checkpoints.
 
-        Only needed with a prefix cache. Safe while a later plan (up to `computed` tokens) is in flight.
+        Only needed with a prefix cache. Safe while a later plan (up to `computed` tokens) is in flight. True if pages
+        of the request's rows were replaced by others of equal content.
         """
         lease = request.lease
         assert lease is not None
+        replaced = False
         if lease.node is not None and position - lease.published_tokens >= self.align_tokens:
-            self._publish(request, lease, position, computed)
+            replaced = self._publish(request, lease, position, computed)
         for ring in lease.states:
             while ring.held and ring.held[0][0] < position:
                 self.pool.release(ring.held.pop(0)[1])
+        return replaced
 
     def release(self, request: Request) -> None:
         """Ends the lease. Published pages stay cached, the others become free."""
@@ -335,7 +338,7 @@ class CacheManager:
         if lease.node is not None:
             self.trie.on_release(lease.node)
 
-    def _publish(self, request: Request, lease: CacheLease, position: int, computed: int) -> None:
+    def _publish(self, request: Request, lease: CacheLease, position: int, computed: int) -> bool:
         span = self.align_tokens
         first, last = lease.published_tokens, position // span * span
         raw = request.token_slice(first, last).tobytes()
@@ -343,17 +346,19 @@ class CacheManager:
         assert node is not None
         if not node.alive:
             node = self._rebuild_path(request, first)
+        replaced = False
         for start in range(first, last, span):
             key = raw[4 * (start - first) : 4 * (start - first + span)]
             child = node.children.get(key)
             if child is None:
                 child = self._publish_new(node, key, lease, start)
             else:
-                self._share_existing(child, lease, start)
+                replaced |= self._share_existing(child, lease, start)
             self._attach_resume(child, lease, start + span, computed)
             node = child
         lease.node, lease.published_tokens = node, last
         self._log_seen(request, lease, first, last)
+        return replaced
 
     def _rebuild_path(self, request: Request, position: int) -> PrefixNode:
         """Nodes without pages down to `position`: only models without History can lose a live request's path."""
@@ -378,8 +383,9 @@ class CacheManager:
             history.append(pages)
         return self.trie.add(parent, key, history)
 
-    def _share_existing(self, node: PrefixNode, lease: CacheLease, start: int) -> None:
-        """Another request published the same span first: read its pages and give back our copies."""
+    def _share_existing(self, node: PrefixNode, lease: CacheLease, start: int) -> bool:
+        """Another request published the same span first: read its pages and give back our copies, if we have some."""
+        replaced = False
         for order, index in enumerate(self._history):
             row = lease.rows[index]
             theirs = node.history[order]
@@ -391,7 +397,9 @@ class CacheManager:
             for logical, page in zip(logicals, theirs, strict=True):
                 row.replace(logical, page)
             self.pool.release(ours)
+            replaced = True
         self.trie.touch(node)
+        return replaced
 
     def _attach_resume(self, node: PrefixNode, lease: CacheLease, end: int, computed: int) -> None:
         """Gives the node Window pages and a checkpoint for resuming at `end`, if it lacks them and we have them."""

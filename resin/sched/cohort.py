@@ -28,6 +28,7 @@ class Cohort:
     def __init__(self, requests: list[Request], table: SlotTable, spans: list[int], state_pages: list[int]) -> None:
         count = len(requests)
         self.requests = requests
+        self.index = {request.slot: i for i, request in enumerate(requests)}
         self.slots = slots = np.fromiter((request.slot for request in requests), np.int32, count)
         self.leases: list[CacheLease] = [request.lease for request in requests if request.lease is not None]
         assert len(self.leases) == count
@@ -48,16 +49,17 @@ class Cohort:
         self.total_pages = [0] * len(spans)
         self.input_pages = [np.zeros((count, pages), np.int32) for pages in state_pages]
         self.output_pages = [np.zeros((count, pages), np.int32) for pages in state_pages]
+        self.pages_version = 0  # of the columns that `refresh` and `set_state_input` write
         self.dirty: set[int] = set(range(count))
         self.template: PlanTemplate | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def refresh(self) -> bool:
-        """Reads the rows again whose pages changed; True if there were any."""
+    def refresh(self) -> None:
+        """Reads the rows again whose pages changed."""
         if not self.dirty:
-            return False
+            return
         for i in self.dirty:
             lease = self.leases[i]
             for group, row in enumerate(lease.rows):
@@ -71,7 +73,7 @@ class Cohort:
                 self.input_pages[group][i] = ring.current
         self.dirty.clear()
         self.total_pages = self.row_pages.sum(axis=1).tolist()
-        return True
+        self.pages_version += 1
 
     def growing(self, computed: np.ndarray) -> list[list[int]]:
         """For each paged group the rows whose next token starts a page."""
@@ -81,6 +83,7 @@ class Cohort:
         """The row's states move to new pages in this plan: read them from the checkpoint just sealed."""
         for group, ring in enumerate(self.leases[i].states):
             self.input_pages[group][i] = ring.held[-1][1]
+        self.pages_version += 1
 
 
 class PlanTemplate:
@@ -90,4 +93,5 @@ class PlanTemplate:
         self.bucket = bucket
         self.buffer = np.zeros(layout.words, np.int32)
         self.columns = layout.views(self.buffer)
+        self.pages_version = 0  # of the cohort, when its page columns were last written here
         self.from_slot: bool | None = None  # what the rows' flags say, None if they differ or are not written

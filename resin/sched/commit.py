@@ -171,7 +171,8 @@ def _find_ends(table: SlotTable, committed: Committed, stop_ids: np.ndarray, *, 
 def _commit_cache(scheduler: Scheduler, rows: list[tuple[Request, int]]) -> None:
     """Publishes and trims, before anything of the rows is released."""
     for request, position in rows:
-        scheduler.cache.commit(request, position, int(scheduler.table.computed[request.slot]))
+        if scheduler.cache.commit(request, position, int(scheduler.table.computed[request.slot])):
+            scheduler.rows_changed(request)
 
 
 def _collect_prompt_logprobs(planned: PlannedStep, output: ForwardOutput) -> None:

@@ -56,24 +56,14 @@ class Planner:
     # -- decode -------------------------------------------------------------------------------------------------
 
     def plan_decode(
-        self,
-        step: int,
-        bucket: Bucket,
-        cohort: Cohort,
-        counts: np.ndarray,
-        pages_changed: bool,
-        masks: np.ndarray | None,
+        self, step: int, bucket: Bucket, cohort: Cohort, counts: np.ndarray, masks: np.ndarray | None
     ) -> BatchPlan:
-        """One token for each row of the cohort.
-
-        Args:
-            counts: int32 [n, 6], the rows of `SlotTable.counts` before this plan.
-            pages_changed: some page row differs from that of the cohort's latest plan.
-        """
+        """One token for each row of the cohort; `counts` are the rows of `SlotTable.counts` before this plan."""
         template, count = cohort.template, len(cohort)
         if template is None or template.bucket is not bucket:
             template = cohort.template = self._decode_template(bucket, cohort)
-            pages_changed = True
+        pages_changed = template.pages_version != cohort.pages_version
+        template.pages_version = cohort.pages_version
         columns, computed = template.columns, counts[:, 0]
         columns["positions"][:count] = computed
         np.add(computed, 1, out=columns["seq_lens"][:count])

@@ -120,6 +120,11 @@ class Scheduler:
             self.closing.remove(request)
             self._free(request)
 
+    def rows_changed(self, request: Request) -> None:
+        """The sticky cohort must read the request's page rows again."""
+        if self._cohort is not None and request.slot in self._cohort.index:
+            self._cohort.dirty.add(self._cohort.index[request.slot])
+
     # -- planning -----------------------------------------------------------------------------------------------
 
     def plan_next(self, *, in_flight: bool) -> PlannedStep | None:
@@ -283,7 +288,7 @@ class Scheduler:
                 return None
             counts = self.table.counts[cohort.slots]
             computed = counts[:, 0]
-            pages_changed = cohort.refresh()
+            cohort.refresh()
             growing = cohort.growing(computed)
             bucket = self._decode_bucket(cohort, growing)
             if bucket is None:  # rows grew past the largest bucket: decode fewer of them
@@ -298,10 +303,10 @@ class Scheduler:
         try:
             if changed:
                 cohort.dirty |= changed
-                pages_changed |= cohort.refresh()
+                cohort.refresh()
                 self._read_sealed_states(cohort, changed, computed)
             masks = self._decode_masks(cohort, bucket) if cohort.constrained else None
-            plan = self.planner.plan_decode(self._step, bucket, cohort, counts, pages_changed, masks)
+            plan = self.planner.plan_decode(self._step, bucket, cohort, counts, masks)
         except BaseException:
             self.cache.rollback(reservation)
             self._cohort = None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from resin import CacheGroup, Engine, FinishReason, PlanRejected, Policy, Request, SamplingParams
+from resin import BatchPlan, CacheGroup, Engine, FinishReason, PlanRejected, Policy, Request, SamplingParams
 from resin.sched.request import RequestState
 from tests.fakes import (
     VOCAB,
@@ -44,6 +44,7 @@ class Driver:
         self.random = random.Random(seed)
         self.config = fake_config(MIXES[mix], max_context_tokens=CONTEXT_TOKENS, max_sequences=4)
         self.runner = (OverlapFake if overlap else PagedFake)(self.config)
+        self.runner.check = self.check_rows
         self.clock_s = 0.0
         sizing = Engine(PagedFake(self.config), prefix_cache=prefix_cache)
         lone = sizing.scheduler.cache.pages_needed(CONTEXT_TOKENS, 1)
@@ -80,12 +81,39 @@ class Driver:
                 self.engine.submit(prompt, sampling_params=SamplingParams(max_output_tokens=5, temperature=0))
             )
 
+    def twins(self) -> None:
+        """Equal requests side by side: each publishes what the other has just computed."""
+        prompt = self.shared[: self.random.randrange(1, 30)]
+        params = SamplingParams(max_output_tokens=self.random.randrange(1, 50), temperature=0)
+        for _ in range(2):
+            self.requests.append(self.engine.submit(prompt, sampling_params=params))
+
     def step(self) -> None:
         plans = len(self.runner.plans)
         for event in self.engine.step():
             if hasattr(event, "reason"):
                 self.finished.append(event.request)
         self.watch_gaps(plans)
+
+    def check_rows(self, plan: BatchPlan) -> None:
+        """The plan's page rows and destinations are exactly what the requests lease at this moment."""
+        rows = {request.id: request for request in self.engine.scheduler.running()}
+        for row, request_id in enumerate(plan.request_ids):
+            lease = rows[request_id].lease
+            assert lease is not None
+            paged, rings = iter(lease.rows), iter(lease.states)
+            for group in plan.groups:
+                if group.output_pages is not None and group.input_pages is not None:
+                    ring = next(rings)
+                    assert group.output_pages[row].tolist() == ring.current
+                    previous = ring.held[-1][1] if ring.held else ring.current
+                    assert group.input_pages[row].tolist() in (ring.current, previous)
+                    continue
+                assert group.page_indptr is not None and group.page_ids is not None and group.append_pages is not None
+                pages = group.page_ids[group.page_indptr[row] : group.page_indptr[row + 1]].tolist()
+                assert pages == next(paged).view().tolist(), f"{group.name}: stale page row"
+                appended = group.append_pages[plan.query_indptr[row] : plan.query_indptr[row + 1]]
+                assert all(page == 0 or self.engine.scheduler.cache.pool.is_writable(page) for page in appended)
 
     def watch_gaps(self, plans: int) -> None:
         """No running request waits longer than the stated bound for a plan that holds it."""
@@ -177,8 +205,10 @@ def random_operation(driver: Driver) -> Callable[[], None]:
     if choice < 0.22 and len(driver.engine.scheduler.queue) < 12:
         sizes = draw.randrange(60), draw.randrange(1, 15), draw.randrange(1, 21)
         return lambda: driver.submit(*sizes, draw.choice((0, 0, 0, 1, 3)), draw.choice(("", "", "tenant")))
-    if choice < 0.25:
+    if choice < 0.24:
         return driver.follow_up
+    if choice < 0.26:
+        return driver.twins
     if choice < 0.28 and driver.requests:
         return lambda: driver.cancel(draw.randrange(len(driver.requests)))
     if choice < 0.31:
@@ -214,6 +244,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def follow_up(self) -> None:
         self.driver.follow_up()
+
+    @rule()
+    def twins(self) -> None:
+        self.driver.twins()
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
