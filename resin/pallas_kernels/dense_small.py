@@ -89,29 +89,34 @@ def dense_small(
         tiles=tiles,
         interpret=interpret,
     )
-    operands = [x, weight, *([norm] if norm is not None else []), *([residual] if residual is not None else [])]
-    outputs = [jax.ShapeDtypeStruct((rows, columns), out_dtype or x.dtype)]
-    aliases = {}
-    if tiles.splits > 1:
-        if counters is None:
-            counters = jnp.zeros((spec.column_blocks,), jnp.int32)
-        aliases = {len(operands): 3}
-        operands.append(counters)
+    if tiles.splits > 1 and counters is None:
+        counters = jnp.zeros((spec.column_blocks,), jnp.int32)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    out, used = _call(spec, out_dtype, x, weight, norm, residual, counters if tiles.splits > 1 else None)
+    return out, counters if used is None else used
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(spec: _Spec, out_dtype, x, weight, norm, residual, counters):
+    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
+    inputs = [x, weight, *(value for value in (norm, residual, counters) if value is not None)]
+    outputs = [jax.ShapeDtypeStruct((spec.rows, spec.columns), out_dtype)]
+    if counters is not None:
         outputs += [
-            jax.ShapeDtypeStruct((tiles.splits, spec.parts, spec.row_tile, columns), jnp.float32),
-            jax.ShapeDtypeStruct((tiles.splits, spec.column_blocks, spec.row_tile), jnp.float32),
+            jax.ShapeDtypeStruct((spec.tiles.splits, spec.parts, spec.row_tile, spec.columns), jnp.float32),
+            jax.ShapeDtypeStruct((spec.tiles.splits, spec.column_blocks, spec.row_tile), jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, jnp.int32),
         ]
     results = pl.pallas_call(
         functools.partial(_dense_kernel, spec=spec),
-        grid=(spec.column_blocks, tiles.splits),
+        grid=(spec.column_blocks, spec.tiles.splits),
         out_shape=outputs,
-        input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
-        interpret=interpret,
+        input_output_aliases={} if counters is None else {len(inputs) - 1: 3},
+        compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
+        interpret=spec.interpret,
         name="dense_small",
-    )(*operands)
-    return results[0], results[-1] if tiles.splits > 1 else counters
+    )(*inputs)
+    return results[0], None if counters is None else results[-1]
 
 
 def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool) -> DenseTiles:

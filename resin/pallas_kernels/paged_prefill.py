@@ -115,18 +115,26 @@ def paged_prefill_attention(
     )
     tiling = tile_map(query_indptr, tokens, spec.tile_tokens)
     planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
-    operands = [q, arena.reshape(-1, width), page_indptr, page_ids, query_indptr, seq_lens, first_position, planes]
-    operands += [tiling.count.reshape(1), tiling.sequence, tiling.start]
-    if sinks is not None:
-        operands.append(sinks.astype(jnp.float32))
+    return _call(
+        spec,
+        (q, arena.reshape(-1, width), page_indptr, page_ids, query_indptr, seq_lens, first_position, planes),
+        tiling,
+        None if sinks is None else sinks.astype(jnp.float32),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(spec: _Spec, operands: tuple[jax.Array, ...], tiling: TileMap, sinks: jax.Array | None) -> jax.Array:
+    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
+    inputs = [*operands, tiling.count.reshape(1), tiling.sequence, tiling.start, *([] if sinks is None else [sinks])]
     return pl.pallas_call(
         functools.partial(_prefill_kernel, spec=spec),
-        grid=(tiling.start.shape[0], kv_heads),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
-        interpret=interpret,
+        grid=(tiling.start.shape[0], operands[0].shape[1] // spec.group),
+        out_shape=jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
+        interpret=spec.interpret,
         name="paged_prefill",
-    )(*operands)
+    )(*inputs)
 
 
 @dataclass(frozen=True, slots=True)
