@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.context import AttentionLayer, Context
-from resin.models.declare import Fused, FusedPart, Placement, Transposed, declare
-from resin.models.norm import RMSNorm
+from resin.models.declare import BIAS, Fused, FusedPart, Placement, Transposed, declare
+from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope, rotate
 
 
@@ -24,6 +24,10 @@ class Attention(nnx.Module):
         layer: this layer's place in the cache and its score options, `kv_heads` being one device's.
         rope: rotation of queries and keys.
         qk_norm_eps: normalise each query and key head before the rotation; None for no norms.
+        norm_order: of these norms.
+        bias: add a bias to all four products.
+        sinks: one learned logit a head that only adds to the softmax's denominator.
+        names: checkpoint names of the output product and of the query and key norms.
     """
 
     def __init__(
@@ -37,38 +41,54 @@ class Attention(nnx.Module):
         layer: AttentionLayer,
         rope: Rope,
         qk_norm_eps: float | None = None,
+        norm_order: NormOrder = NormOrder.CAST_THEN_SCALE,
+        bias: bool = False,
+        sinks: bool = False,
+        names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm"),
     ) -> None:
         width = layer.head_dim
+        output, q_norm, k_norm = (f"{name}.{part}" for part in names)
         self.heads = placement.split("num_attention_heads", heads)
         self.layer = layer
         self.rope = rope
         fused = Fused((FusedPart(heads, width), FusedPart(kv_heads, width), FusedPart(kv_heads, width)), placement.tp)
+        inputs = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = declare(
             (hidden, fused.columns()),
             placement,
-            [f"{name}.{part}_proj.weight" for part in "qkv"],
+            [f"{part}.weight" for part in inputs],
             assembly=fused,
             partition=(None, "tp"),
         )
         self.output = declare(
-            (heads * width, hidden),
-            placement,
-            f"{name}.o_proj.weight",
-            assembly=Transposed(),
-            partition=("tp", None),
+            (heads * width, hidden), placement, f"{output}.weight", assembly=Transposed(), partition=("tp", None)
         )
-        self.q_norm = RMSNorm(placement, f"{name}.q_norm", width, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(placement, f"{name}.k_norm", width, qk_norm_eps) if qk_norm_eps is not None else None
+        biases = [f"{part}.bias" for part in inputs]
+        self.qkv_bias = (
+            declare((fused.columns(),), placement, biases, assembly=fused, partition=("tp",), init=BIAS)
+            if bias
+            else None
+        )
+        self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if bias else None
+        self.sinks = declare((heads,), placement, f"{name}.sinks", partition=("tp",), init=BIAS) if sinks else None
+        eps = qk_norm_eps
+        self.q_norm = RMSNorm(placement, q_norm, width, eps, norm_order) if eps is not None else None
+        self.k_norm = RMSNorm(placement, k_norm, width, eps, norm_order) if eps is not None else None
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
         """`[T, hidden]` -> `[T, hidden]`."""
         tokens, kv_heads, width = x.shape[0], self.layer.kv_heads, self.layer.head_dim
         with jax.named_scope("attention"):
-            joined = (x @ self.qkv[...]).reshape(tokens, self.heads + 2 * kv_heads, width)
+            joined = x @ self.qkv[...]
+            if self.qkv_bias is not None:
+                joined = joined + self.qkv_bias[...][None, :]
+            joined = joined.reshape(tokens, self.heads + 2 * kv_heads, width)
             query, key, value = jnp.split(joined, (self.heads, self.heads + kv_heads), axis=1)
             if self.q_norm is not None and self.k_norm is not None:
                 query, key = self.q_norm(query), self.k_norm(key)
             rotation = context.rotation(self.rope)
             query, key = rotate(query, rotation), rotate(key, rotation)
-            out = context.attend(self.layer, query, key, value)
-            return context.sum_tp(out.reshape(tokens, self.heads * width) @ self.output[...])
+            sinks = None if self.sinks is None else self.sinks[...]
+            out = context.attend(self.layer, query, key, value, sinks)
+            out = context.sum_tp(out.reshape(tokens, self.heads * width) @ self.output[...])
+            return out if self.output_bias is None else out + self.output_bias[...][None, :]

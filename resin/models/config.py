@@ -70,3 +70,20 @@ def rope_of(config: Mapping[str, Any], width: int, label: str | None = None) -> 
     if given["original_max_position_embeddings"] is None:
         given["original_max_position_embeddings"] = config.get("max_position_embeddings")
     return Rope.from_parameters(given, width)
+
+
+def layer_types_of(config: Mapping[str, Any], known: tuple[str, ...]) -> tuple[str, ...]:
+    """`layer_types`, one of the known kinds for each of `num_hidden_layers`.
+
+    Raises:
+        InvalidRequest: absent, of another length, or with an unknown kind.
+    """
+    layers, kinds = require(config, "num_hidden_layers"), require(config, "layer_types")
+    if len(kinds) != layers or not set(kinds) <= set(known):
+        raise InvalidRequest("layer_types", kinds, f"{layers} of {list(known)}")
+    return tuple(kinds)
+
+
+def place_of(layer_types: tuple[str, ...], index: int) -> int:
+    """Layers of the same kind before layer `index`: its place in the cache group of its kind."""
+    return layer_types[:index].count(layer_types[index])

@@ -41,6 +41,23 @@ class AttentionLayer:
     plane: str = "kv"
 
 
+@dataclass(frozen=True, slots=True)
+class ShiftLayer:
+    """Where one layer keeps the inputs that a short causal filter still needs.
+
+    Attributes:
+        group: State group.
+        index: place of the layer within the group's plane.
+        taps: inputs before the current one that the filter sees.
+        plane: the group's plane with rows `index * taps + age`, the oldest first, as wide as the input.
+    """
+
+    group: str
+    index: int
+    taps: int
+    plane: str = "conv"
+
+
 class Context(abc.ABC):
     """One forward pass at trace time.
 
@@ -59,7 +76,8 @@ class Context(abc.ABC):
     def rotation(self, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """cos and sin `[T, D/2]` of this pass, made once for all layers."""
         if rope not in self._rotations:
-            self._rotations[rope] = rope.rotation(self.positions)
+            # Without the barrier XLA fuses the sines into every layer's rotation and computes them again for each head.
+            self._rotations[rope] = lax.optimization_barrier(rope.rotation(self.positions))
         return self._rotations[rope]
 
     def sum_tp(self, partial: jax.Array) -> jax.Array:
@@ -90,6 +108,22 @@ class Context(abc.ABC):
         Returns:
             [T, H, D].
         """
+
+    @abc.abstractmethod
+    def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
+        """Remembers these tokens' inputs, and gives what came before each.
+
+        Args:
+            layer: which layer this is.
+            x: [T, W].
+
+        Returns:
+            `taps` arrays [T, W], the input `taps` tokens ago first; zeros before the sequence's start.
+        """
+
+    @abc.abstractmethod
+    def live_tokens(self) -> jax.Array:
+        """bool [T], False for the padding at the end of a plan."""
 
 
 class DenseContext(Context):
@@ -126,3 +160,10 @@ class DenseContext(Context):
             total = total + jnp.exp(bias - top)
         weights = (weights / total).astype(value.dtype)
         return jnp.einsum("kgts,skd->tkgd", weights, value).reshape(tokens, heads, width)
+
+    def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
+        padded = jnp.pad(x, ((layer.taps, 0), (0, 0)))
+        return [padded[age : age + x.shape[0]] for age in range(layer.taps)]
+
+    def live_tokens(self) -> jax.Array:
+        return jnp.ones(self.token_ids.shape, jnp.bool_)

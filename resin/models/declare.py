@@ -124,11 +124,40 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
+class Sections:
+    """One tensor that holds the parts of a fused weight one below the other."""
+
+    fused: Fused
+
+    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return ((sum(part.blocks * part.width for part in self.fused.parts), *shape[:-1]),)
+
+    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        ends = np.cumsum([part.blocks * part.width for part in self.fused.parts])
+        self.fused.fill(out, np.split(tensors[0], ends[:-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A depthwise filter: `[channels, 1, taps]` on disk, `[taps, channels]` in the model."""
+
+    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return ((shape[1], 1, shape[0]),)
+
+    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        out[...] = tensors[0][:, 0].T
+
+
+@dataclass(frozen=True, slots=True)
 class Init:
     """Distribution of dummy weights: `mean + std * normal`. The defaults keep activations near unit scale."""
 
     std: float
     mean: float = 0.0
+
+
+# Biases, and whatever else a model adds where zero would change nothing.
+BIAS = Init(std=0.3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from resin.models.declare import Placement
 from resin.plan import CacheGroup, InvalidRequest
 
 FAMILIES = {
+    "gemma3_text": "resin.models.gemma3:Gemma3",
+    "lfm2": "resin.models.lfm2:Lfm2",
     "llama": "resin.models.llama:Llama",
     "mistral": "resin.models.llama:Llama",
     "qwen3": "resin.models.qwen3:Qwen3",

@@ -13,11 +13,11 @@ from resin.models.attention import Attention
 from resin.models.config import eos_ids_of, head_dim_of, refuse, require, rope_of
 from resin.models.context import AttentionLayer, Context
 from resin.models.declare import Placement
+from resin.models.decoder import Decoder, kv_plane
 from resin.models.mlp import GatedMLP
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope
-from resin.models.vocabulary import Vocabulary
-from resin.plan import CacheGroup, HistoryGroup, Plane
+from resin.plan import CacheGroup, HistoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +91,25 @@ class LlamaLayer(nnx.Module):
             qk_norm_eps=eps if self.qk_norm else None,
         )
         self.mlp_norm = RMSNorm(placement, f"{name}.post_attention_layernorm", config.hidden, eps)
-        self.mlp = GatedMLP(placement, f"{name}.mlp", hidden=config.hidden, width=config.ffn)
+        self.mlp = self.build_mlp(config, placement, index)
+
+    @staticmethod
+    def build_mlp(config: Any, placement: Placement, index: int) -> nnx.Module:
+        """The feed-forward layer."""
+        return GatedMLP(placement, f"model.layers.{index}.mlp", hidden=config.hidden, width=config.ffn)
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
         x = x + self.attention(context, self.attention_norm(x))
         return x + self.mlp(context, self.mlp_norm(x))
 
 
-class Llama(nnx.Module):
+class Llama(Decoder):
     """Tokens to final hidden states, and hidden states to logits."""
 
     Config: ClassVar[type[LlamaConfig]] = LlamaConfig
     Layer: ClassVar[type[LlamaLayer]] = LlamaLayer
 
-    def __init__(self, config: LlamaConfig, placement: Placement) -> None:
-        self.vocabulary = Vocabulary(placement, vocab_size=config.vocab_size, hidden=config.hidden, tied=config.tied)
-        self.layers = nnx.List([self.Layer(config, placement, index) for index in range(config.layers)])
-        self.norm = RMSNorm(placement, "model.norm", config.hidden, config.norm_eps)
-        # Endings of checkpoint tensors that need no home: old files store rope frequencies, some store a tied head.
-        self.ignored_tensors = ("rotary_emb.inv_freq", *(("lm_head.weight",) if config.tied else ()))
-
     @staticmethod
     def cache_groups(config: LlamaConfig, placement: Placement) -> tuple[CacheGroup, ...]:
         """One History group that holds every layer's keys and values."""
-        rows = config.layers * 2 * placement.split_kv(config.kv_heads)
-        return (HistoryGroup("history", (Plane("kv", rows, config.head_dim),)),)
-
-    def __call__(self, context: Context) -> jax.Array:
-        """Final hidden states `[T, hidden]` of the pass's tokens."""
-        x = self.vocabulary.embed(context)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer{index}"):
-                x = layer(context, x)
-        return self.norm(x)
-
-    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
-        """float32 `[..., vocab]` of `[..., hidden]`."""
-        return self.vocabulary.logits(context, hidden)
+        return (HistoryGroup("history", (kv_plane(placement, config.layers, config.kv_heads, config.head_dim),)),)

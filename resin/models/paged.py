@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from resin.models.context import AttentionLayer, Context
+from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.pallas_kernels.paged_decode import paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention_ref
-from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, StateGroup
+from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class PagedContext(Context):
         self.columns = columns
         self.arena = arena
         self._groups = {group.name: (group, fill) for group, fill in zip(groups, geometry.groups, strict=True)}
+        self._sequence_of_token: jax.Array | None = None
 
     def plane_rows(self, group_name: str, plane_name: str) -> PlaneRows:
         """Where a plane lies.
@@ -79,7 +82,7 @@ class PagedContext(Context):
         key_row = rows.first_row + layer.index * 2 * stride
         self._append(layer, rows, key_row, jnp.concatenate([key, value], axis=1))
         columns = self.columns
-        shared = {
+        shared: dict[str, Any] = {
             "kv_heads": layer.kv_heads,
             "page_entries": rows.page_entries,
             "scale": layer.scale,
@@ -107,6 +110,64 @@ class PagedContext(Context):
             **shared,
         )
 
+    def live_tokens(self) -> jax.Array:
+        return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][1]
+
+    def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
+        with jax.named_scope("recall"):
+            index = self._state_index(layer, x.shape[1], "input")
+            held = self.arena.reshape(-1, x.shape[1]).at[index].get(mode="promise_in_bounds").astype(x.dtype)
+            fresh = (self.columns["row_flags"] & RowFlag.FRESH_STATE) != 0
+            held = jnp.where(fresh[:, None, None], 0, held)
+            if self.phase is Phase.DECODE:
+                before = [held[:, age] for age in range(layer.taps)]
+                after = jnp.concatenate([held[:, 1:], x[:, None]], axis=1)
+            else:
+                before, after = self._shift_chunks(layer.taps, held, x)
+            self._write_state(layer, after)
+            return before
+
+    def _shift_chunks(self, taps: int, held: jax.Array, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        """Per token the inputs before it, and per sequence the last ones `[B, taps, W]`, of ragged chunks.
+
+        Row `taps + i` of a sequence's history (state, then chunk) is its i-th token, so k tokens before token i is row
+        `taps + i - k`: of the state while i < k, of the chunk from then on.
+        """
+        starts, ends = self.columns["query_indptr"][:-1], self.columns["query_indptr"][1:]
+        token = jnp.arange(x.shape[0], dtype=jnp.int32)
+        if self._sequence_of_token is None:
+            found = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
+            self._sequence_of_token = jnp.minimum(found, starts.shape[0] - 1)
+        sequence = self._sequence_of_token
+        place = token - starts[sequence]
+        before = []
+        for back in range(taps, 0, -1):
+            shifted = jnp.pad(x, ((back, 0), (0, 0)))[: x.shape[0]]
+            old = held[sequence, jnp.clip(taps + place - back, 0, taps - 1)]
+            before.append(jnp.where((place >= back)[:, None], shifted, old))
+        ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)[None, :]
+        count = (ends - starts)[:, None]
+        recent = x.at[jnp.maximum(ends[:, None] - ages, 0)].get(mode="clip")
+        kept = jnp.take_along_axis(held, jnp.clip(taps + count - ages, 0, taps - 1)[:, :, None], axis=1)
+        return before, jnp.where((count >= ages)[:, :, None], recent, kept)
+
+    def _state_index(self, layer: ShiftLayer, width: int, side: str) -> jax.Array:
+        """Arena rows `[B, taps]` of a layer's part of each sequence's state; a state may span several pages."""
+        if layer.group not in self._groups:
+            raise InvalidRequest("group", layer.group, f"one of {sorted(self._groups)}")
+        group, fill = self._groups[layer.group]
+        before, per_page = _first_row(group, 1, layer.plane), self.arena.shape[1] // width
+        row = before + layer.index * layer.taps + np.arange(layer.taps)
+        pages = self.columns[f"{side}_pages:{layer.group}"].reshape(-1, fill.pages_per_state)[:, row // per_page]
+        return pages * per_page + jnp.asarray(row % per_page, jnp.int32)[None, :]
+
+    def _write_state(self, layer: ShiftLayer, vectors: jax.Array) -> None:
+        width = vectors.shape[-1]
+        flat = self.arena.reshape(-1, width)
+        index = self._state_index(layer, width, "output")
+        flat = flat.at[index].set(vectors.astype(flat.dtype), mode="promise_in_bounds")
+        self.arena = flat.reshape(self.arena.shape)
+
     def _append(self, layer: AttentionLayer, rows: PlaneRows, key_row: int, vectors: jax.Array) -> None:
         """Writes `[T, 2 K, D]` vectors, keys then values, to the tokens' append destinations."""
         with jax.named_scope("append"):
@@ -122,9 +183,15 @@ class PagedContext(Context):
 def _plane_rows(group: CacheGroup, fill: GroupGeometry, plane_name: str, page_elements: int) -> PlaneRows:
     if isinstance(group, StateGroup):
         raise InvalidRequest("group", group.name, "a History or Window group")
+    width = next((plane.width for plane in group.planes if plane.name == plane_name), 1)
+    return PlaneRows(page_elements // width, _first_row(group, fill.page_entries, plane_name), fill.page_entries)
+
+
+def _first_row(group: CacheGroup, entries: int, plane_name: str) -> int:
+    """Vectors of a plane's width that the planes before it take."""
     before = 0
     for plane in group.planes:
         if plane.name == plane_name:
-            return PlaneRows(page_elements // plane.width, before // plane.width, fill.page_entries)
-        before += plane.rows * fill.page_entries * plane.width
+            return before // plane.width
+        before += plane.rows * entries * plane.width
     raise InvalidRequest("plane", plane_name, f"one of {[plane.name for plane in group.planes]}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from resin.models.declare import Placement
+from resin.models.declare import Declaration, Placement
 from resin.models.families import find_model_class
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
+from resin.models.loading.quantised import dequantise_mxfp4, find_quantised, packed_parts
+from resin.models.loading.safetensors_writer import write_safetensors
 from resin.models.weights import AbstractModel
 
 _COMMON = {
@@ -21,6 +26,7 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": True,
@@ -33,6 +39,25 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+_LFM2 = {
+    **_COMMON,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_QWEN3 = {**_COMMON, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 
 TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
@@ -42,7 +67,27 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 5e5,
         "rope_scaling": _LLAMA3_ROPE,
     },
-    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    "qwen3": {**_QWEN3, "model_type": "qwen3"},
+    "lfm2": {
+        **_LFM2,
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+    },
+    "gemma3_text": {
+        **_COMMON,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
 }
 
 
@@ -58,7 +103,10 @@ class MemoryCheckpoint:
     config: Mapping[str, Any]
     arrays: dict[str, np.ndarray]
     location: str = "memory"
-    quantised: Mapping[str, TensorInfo] = field(default_factory=dict)
+    quantised: Mapping[str, TensorInfo] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quantised = find_quantised(self.tensors)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -70,7 +118,10 @@ class MemoryCheckpoint:
         return self.arrays[name]
 
     def read_dequantised(self, name: str) -> np.ndarray:
-        return self.read(name)
+        if name not in self.quantised:
+            return self.read(name)
+        blocks, scales = packed_parts(name, self.tensors)
+        return dequantise_mxfp4(self.read(blocks), self.read(scales))
 
     def close(self) -> None:
         pass
@@ -79,7 +130,8 @@ class MemoryCheckpoint:
 def random_checkpoint(config: Mapping[str, Any], *, model: str | None = None, seed: int = 0) -> MemoryCheckpoint:
     """A float32 checkpoint of every tensor that the model declares, with values that no layer can hide.
 
-    Matrices have std 1/sqrt(in), lookups 1, vectors 0.3 around what the declaration calls neutral.
+    Matrices have std 1/sqrt(in), lookups 1, vectors 0.3 around what the declaration calls neutral. A tensor's values
+    depend on its name, its shape and the seed alone.
 
     Args:
         config: Hugging Face style config.
@@ -88,11 +140,26 @@ def random_checkpoint(config: Mapping[str, Any], *, model: str | None = None, se
     """
     model_class = find_model_class(config, model)
     abstract = AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement()))
-    rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {}
     for declaration in abstract.declarations:
         shapes = declaration.assembly.source_shapes(declaration.shape)
         for name, shape in zip(declaration.sources, shapes, strict=True):
-            std = declaration.init.std if len(shape) > 1 else 0.3
-            arrays[name] = (declaration.init.mean + std * rng.standard_normal(shape)).astype(np.float32)
+            rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
+            arrays[name] = _random_tensor(declaration, rng.standard_normal(shape))
     return MemoryCheckpoint(dict(config), arrays)
+
+
+def _random_tensor(declaration: Declaration, normal: np.ndarray) -> np.ndarray:
+    init = declaration.init
+    if declaration.dtype == "uint8":
+        return np.clip(np.rint(init.mean + init.std * normal), 0, 255).astype(np.uint8)
+    std = init.std if normal.ndim > 1 else 0.3
+    return (init.mean + std * normal).astype(np.float32)
+
+
+def write_checkpoint(directory: Path, checkpoint: MemoryCheckpoint) -> Path:
+    """Writes a checkpoint as a Hugging Face directory with one weight file; returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(checkpoint.config), indent=1))
+    write_safetensors(directory / "model.safetensors", checkpoint.arrays)
+    return directory

@@ -31,7 +31,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own library sets
 # What NumPy can address; larger sizes could only belong to empty tensors of a damaged file.
 _MAX_DIMENSIONS = 32
 _MAX_VALUES = 2**59
-_DTYPES: Mapping[str, np.dtype[Any]] = {
+DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("|b1"),
     "U8": np.dtype("<u1"),
     "I8": np.dtype("<i1"),
@@ -157,9 +157,9 @@ def _parse_entry(name: str, value: Any, body: int, location: str) -> Safetensors
     if not isinstance(value, dict):
         raise CheckpointError(location, "header entry is not an object", name)
     label, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    dtype = _DTYPES.get(label) if isinstance(label, str) else None
+    dtype = DTYPES.get(label) if isinstance(label, str) else None
     if dtype is None:
-        raise CheckpointError(location, f"dtype {label!r} is not supported (supported: {', '.join(_DTYPES)})", name)
+        raise CheckpointError(location, f"dtype {label!r} is not supported (supported: {', '.join(DTYPES)})", name)
     if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > _MAX_VALUES:
         raise CheckpointError(location, f"shape {shape!r} is not a list of sizes", name)
     if not _is_sizes(offsets) or len(offsets) != 2:

@@ -1,0 +1,55 @@
+"""The frame that every model shares: embedding, a stack of layers, a final norm, a head."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from resin.models.context import Context
+from resin.models.declare import Placement
+from resin.models.norm import NormOrder, RMSNorm
+from resin.models.vocabulary import Vocabulary
+from resin.plan import Plane
+
+
+class Decoder(nnx.Module):
+    """Tokens to final hidden states, and hidden states to logits.
+
+    A model sets `Config` and `Layer` and adds `cache_groups`. The config needs `vocab_size`, `hidden`, `layers` (their
+    number), `norm_eps` and `tied`; a layer is built as `Layer(config, placement, index)` and maps `(context, x)` to x.
+    """
+
+    Config: ClassVar[type[Any]]
+    Layer: ClassVar[type[Any]]
+    norm_name: ClassVar[str] = "model.norm"
+    norm_order: ClassVar[NormOrder] = NormOrder.CAST_THEN_SCALE
+
+    def __init__(self, config: Any, placement: Placement) -> None:
+        self.vocabulary = Vocabulary(placement, vocab_size=config.vocab_size, hidden=config.hidden, tied=config.tied)
+        self.layers = nnx.List([self.Layer(config, placement, index) for index in range(config.layers)])
+        self.norm = RMSNorm(placement, self.norm_name, config.hidden, config.norm_eps, self.norm_order)
+        # Endings of checkpoint tensors that need no home: old files store rope frequencies, some store a tied head.
+        self.ignored_tensors = ("rotary_emb.inv_freq", *(("lm_head.weight",) if config.tied else ()))
+
+    def embed(self, context: Context) -> jax.Array:
+        """Vectors of the pass's tokens, `[T, hidden]`."""
+        return self.vocabulary.embed(context)
+
+    def __call__(self, context: Context) -> jax.Array:
+        """Final hidden states `[T, hidden]` of the pass's tokens."""
+        x = self.embed(context)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer{index}"):
+                x = layer(context, x)
+        return self.norm(x)
+
+    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
+        """float32 `[..., vocab]` of `[..., hidden]`."""
+        return self.vocabulary.logits(context, hidden)
+
+
+def kv_plane(placement: Placement, layers: int, kv_heads: int, head_dim: int) -> Plane:
+    """The plane "kv" of `layers` attention layers, as one device sees it."""
+    return Plane("kv", layers * 2 * placement.split_kv(kv_heads), head_dim)

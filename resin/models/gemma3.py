@@ -1,0 +1,150 @@
+"""Gemma 3, text: five layers that see a window, then one that sees everything; four norms a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from resin.models.attention import Attention
+from resin.models.config import eos_ids_of, head_dim_of, layer_types_of, refuse, require, rope_of
+from resin.models.context import Context
+from resin.models.declare import Placement
+from resin.models.decoder import Decoder
+from resin.models.mlp import GatedMLP
+from resin.models.norm import NormOrder, RMSNorm
+from resin.models.rope import Rope
+from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
+from resin.plan import CacheGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Config:
+    """Shape of one model. `from_hf` reads it from a Hugging Face config."""
+
+    hidden: int
+    ffn: int
+    layer_types: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window_tokens: int
+    query_scalar: float  # scores are divided by its square root
+    vocab_size: int
+    norm_eps: float
+    full_rope: Rope
+    sliding_rope: Rope
+    logit_softcap: float | None
+    tied: bool
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
+        """Reads a config.
+
+        Raises:
+            InvalidRequest: a field is missing, or asks for something that this file does not compute.
+        """
+        refuse(config, "attention_bias", False)
+        refuse(config, "hidden_activation", "gelu_pytorch_tanh")
+        refuse(config, "use_bidirectional_attention", False)
+        head_dim = head_dim_of({"head_dim": 256, **config})
+        local: Mapping[str, Any] = config
+        if config.get("rope_parameters") is None:
+            # Older files name the windowed layers' frequency apart; only full layers are ever scaled.
+            local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+        return cls(
+            hidden=require(config, "hidden_size"),
+            ffn=require(config, "intermediate_size"),
+            layer_types=_layer_types(config),
+            heads=require(config, "num_attention_heads"),
+            kv_heads=require(config, "num_key_value_heads"),
+            head_dim=head_dim,
+            window_tokens=require(config, "sliding_window"),
+            query_scalar=config.get("query_pre_attn_scalar", 256),
+            vocab_size=require(config, "vocab_size"),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            full_rope=rope_of({"rope_theta": 1e6, **config}, head_dim, FULL),
+            sliding_rope=rope_of(local, head_dim, SLIDING),
+            logit_softcap=config.get("final_logit_softcapping"),
+            tied=bool(config.get("tie_word_embeddings", True)),
+            max_context_tokens=config.get("max_position_embeddings", 131_072),
+            eos_token_ids=eos_ids_of(config),
+        )
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_types)
+
+
+def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    if config.get("layer_types") is None:
+        pattern = int(require(config, "sliding_window_pattern", "_sliding_window_pattern"))
+        kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(require(config, "num_hidden_layers"))]
+        config = {**config, "layer_types": kinds}
+    return layer_types_of(config, (FULL, SLIDING))
+
+
+class Gemma3Layer(nnx.Module):
+    """`x += norm(attention(norm x))`, then `x += norm(mlp(norm x))`."""
+
+    def __init__(self, config: Gemma3Config, placement: Placement, index: int) -> None:
+        name = f"model.layers.{index}"
+        norm = partial(RMSNorm, placement, width=config.hidden, eps=config.norm_eps, order=NormOrder.ONE_PLUS)
+        self.attention_norm = norm(name=f"{name}.input_layernorm")
+        self.attention = Attention(
+            placement,
+            f"{name}.self_attn",
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            layer=sliding_layer(config, placement, index, scale=config.query_scalar**-0.5),
+            rope=config.full_rope if config.layer_types[index] == FULL else config.sliding_rope,
+            qk_norm_eps=config.norm_eps,
+            norm_order=NormOrder.ONE_PLUS,
+        )
+        self.attention_out_norm = norm(name=f"{name}.post_attention_layernorm")
+        self.mlp_norm = norm(name=f"{name}.pre_feedforward_layernorm")
+        gelu = partial(jax.nn.gelu, approximate=True)
+        self.mlp = GatedMLP(placement, f"{name}.mlp", hidden=config.hidden, width=config.ffn, activation=gelu)
+        self.mlp_out_norm = norm(name=f"{name}.post_feedforward_layernorm")
+
+    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
+        x = x + self.attention_out_norm(self.attention(context, self.attention_norm(x)))
+        return x + self.mlp_out_norm(self.mlp(context, self.mlp_norm(x)))
+
+
+class Gemma3(Decoder):
+    """Tokens to final hidden states, and hidden states to logits."""
+
+    Config: ClassVar[type[Any]] = Gemma3Config
+    Layer: ClassVar[type[Gemma3Layer]] = Gemma3Layer
+    norm_order: ClassVar[NormOrder] = NormOrder.ONE_PLUS
+
+    def __init__(self, config: Gemma3Config, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self.embed_scale = config.hidden**0.5
+        self.logit_softcap = config.logit_softcap
+
+    @staticmethod
+    def cache_groups(config: Gemma3Config, placement: Placement) -> tuple[CacheGroup, ...]:
+        """A History group for the full layers, a Window group for the others."""
+        return sliding_groups(config, placement)
+
+    def embed(self, context: Context) -> jax.Array:
+        """Vectors of the pass's tokens, `[T, hidden]`, scaled by sqrt(hidden) in their own dtype (25.25 for 640)."""
+        x = super().embed(context)
+        return x * jnp.asarray(self.embed_scale, x.dtype)
+
+    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
+        """float32 `[..., vocab]` of `[..., hidden]`."""
+        logits = super().logits(context, hidden)
+        if self.logit_softcap is None:
+            return logits
+        return self.logit_softcap * jnp.tanh(logits / self.logit_softcap)

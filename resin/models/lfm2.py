@@ -1,0 +1,162 @@
+"""LFM2: gated short convolutions with a few attention layers between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from resin.models.attention import Attention
+from resin.models.config import eos_ids_of, head_dim_of, layer_types_of, place_of, refuse, require, rope_of
+from resin.models.context import AttentionLayer, Context, ShiftLayer
+from resin.models.declare import Placement
+from resin.models.decoder import Decoder, kv_plane
+from resin.models.mlp import GatedMLP
+from resin.models.norm import RMSNorm
+from resin.models.rope import Rope
+from resin.models.short_conv import ShortConv
+from resin.plan import CacheGroup, HistoryGroup, Plane, StateGroup
+
+ATTENTION, CONV = "full_attention", "conv"
+
+
+@dataclass(frozen=True, slots=True)
+class Lfm2Config:
+    """Shape of one model. `from_hf` reads it from a Hugging Face config."""
+
+    hidden: int
+    ffn: int
+    layer_types: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    taps: int  # inputs that the filters see, the current one included
+    vocab_size: int
+    norm_eps: float
+    rope: Rope
+    tied: bool
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Lfm2Config:
+        """Reads a config.
+
+        Raises:
+            InvalidRequest: a field is missing, or asks for something that this file does not compute.
+        """
+        return cls(**base_fields(config), ffn=_ffn_width(config))
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_types)
+
+
+def base_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What dense and mixture-of-experts configs share: all fields but the feed-forward width."""
+    refuse(config, "conv_bias", False)
+    head_dim = head_dim_of(config)
+    return {
+        "hidden": require(config, "hidden_size"),
+        "layer_types": _layer_types(config),
+        "heads": require(config, "num_attention_heads"),
+        "kv_heads": require(config, "num_key_value_heads"),
+        "head_dim": head_dim,
+        "taps": config.get("conv_L_cache", 3),
+        "vocab_size": require(config, "vocab_size"),
+        "norm_eps": config.get("norm_eps", 1e-5),
+        "rope": rope_of({"rope_theta": 1e6, **config}, head_dim),
+        "tied": bool(config.get("tie_word_embeddings", config.get("tie_embedding", True))),
+        "max_context_tokens": config.get("max_position_embeddings", 128_000),
+        "eos_token_ids": eos_ids_of(config),
+    }
+
+
+def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    layers = require(config, "num_hidden_layers")
+    attention = config.get("full_attn_idxs")
+    if config.get("layer_types") is None and attention is not None:
+        config = {**config, "layer_types": [ATTENTION if index in attention else CONV for index in range(layers)]}
+    return layer_types_of(config, (ATTENTION, CONV))
+
+
+def _ffn_width(config: Mapping[str, Any]) -> int:
+    width = int(require(config, "block_ff_dim", "intermediate_size"))
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return width
+    multiple = int(config.get("block_multiple_of", 256))
+    width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    return -(-width // multiple) * multiple
+
+
+class Lfm2Layer(nnx.Module):
+    """`x += operator(norm x)`, then `x += mlp(norm x)`; the operator is attention or a short convolution."""
+
+    def __init__(self, config: Lfm2Config, placement: Placement, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.operator_norm = RMSNorm(placement, f"{name}.operator_norm", config.hidden, config.norm_eps)
+        self.operator = self._build_operator(config, placement, index)
+        self.ffn_norm = RMSNorm(placement, f"{name}.ffn_norm", config.hidden, config.norm_eps)
+        self.mlp = self.build_mlp(config, placement, index)
+
+    @staticmethod
+    def build_mlp(config: Any, placement: Placement, index: int) -> nnx.Module:
+        """The feed-forward layer; the mixture of experts replaces it."""
+        return GatedMLP(
+            placement,
+            f"model.layers.{index}.feed_forward",
+            hidden=config.hidden,
+            width=config.ffn,
+            names=("w1", "w3", "w2"),
+        )
+
+    @staticmethod
+    def _build_operator(config: Lfm2Config, placement: Placement, index: int) -> nnx.Module:
+        name, place = f"model.layers.{index}", place_of(config.layer_types, index)
+        if config.layer_types[index] == CONV:
+            layer = ShiftLayer("conv", place, config.taps - 1)
+            return ShortConv(placement, f"{name}.conv", hidden=config.hidden, layer=layer)
+        return Attention(
+            placement,
+            f"{name}.self_attn",
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            layer=AttentionLayer(
+                group="history",
+                index=place,
+                kv_heads=placement.split_kv(config.kv_heads),
+                head_dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+            ),
+            rope=config.rope,
+            qk_norm_eps=config.norm_eps,
+            names=("out_proj", "q_layernorm", "k_layernorm"),
+        )
+
+    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
+        x = x + self.operator(context, self.operator_norm(x))
+        return x + self.mlp(context, self.ffn_norm(x))
+
+
+class Lfm2(Decoder):
+    """Tokens to final hidden states, and hidden states to logits."""
+
+    Config: ClassVar[type[Any]] = Lfm2Config
+    Layer: ClassVar[type[Lfm2Layer]] = Lfm2Layer
+    norm_name: ClassVar[str] = "model.embedding_norm"  # the final norm, despite its name
+
+    @staticmethod
+    def cache_groups(config: Lfm2Config, placement: Placement) -> tuple[CacheGroup, ...]:
+        """Keys and values of the attention layers, and the filters' last inputs."""
+        groups: list[CacheGroup] = []
+        if attention := config.layer_types.count(ATTENTION):
+            plane = kv_plane(placement, attention, config.kv_heads, config.head_dim)
+            groups.append(HistoryGroup("history", (plane,)))
+        if convs := config.layer_types.count(CONV):
+            width = placement.split("hidden_size", config.hidden)
+            groups.append(StateGroup("conv", (Plane("conv", convs * (config.taps - 1), width),)))
+        return tuple(groups)
