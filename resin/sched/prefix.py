@@ -9,6 +9,7 @@ node may leave alone.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class PrefixAudit:
 class PrefixNode:
     """One span of a cached prefix."""
 
-    __slots__ = ("alive", "children", "depth", "history", "key", "parent", "state", "tick", "windows")
+    __slots__ = ("alive", "children", "depth", "history", "key", "listed", "parent", "state", "tick", "windows")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, history: list[list[int]]) -> None:
         self.parent = parent
@@ -44,6 +45,7 @@ class PrefixNode:
         self.windows: list[list[int]] | None = None  # a page list for each Window group, or gone
         self.state: list[int] | None = None  # pages of all State groups, or no checkpoint
         self.tick = 0
+        self.listed = [False, False]  # whether the candidates hold it as LEAF and as RESUME
         self.alive = True
 
     @property
@@ -80,7 +82,7 @@ class PrefixTrie:
         self._clock = 0
         self._pushes = 0
         self._candidates: list[tuple[int, int, int, PrefixNode]] = []
-        self._leased: list[tuple[int, PrefixNode]] = []
+        self._leased: dict[tuple[int, PrefixNode], None] = {}  # candidates passed over because they were in use
         self.num_nodes = 0
 
     def root(self, salt: str) -> PrefixNode:
@@ -123,7 +125,9 @@ class PrefixTrie:
 
     def on_release(self, node: PrefixNode) -> None:
         """A request that ended at `node` released its pages: the node is a candidate again if it was passed over."""
-        if node.alive and node.parent is not None:
+        if node.parent is None:
+            self._drop_root(node)
+        elif node.alive:
             self._push(LEAF, node)
             self._push(RESUME, node)
 
@@ -132,12 +136,13 @@ class PrefixTrie:
         for _ in range(2):
             while self._candidates:
                 tick, _, kind, node = heapq.heappop(self._candidates)
+                node.listed[kind] = False
                 if not node.alive or (kind == LEAF and node.children) or (kind == RESUME and not node.has_resume):
                     continue
                 if tick != node.tick:
                     self._push(kind, node)
                 elif not self._can_evict(kind, node):
-                    self._leased.append((kind, node))
+                    self._leased[kind, node] = None
                 else:
                     if kind == RESUME:
                         self._drop_resume(node)
@@ -145,8 +150,7 @@ class PrefixTrie:
                         self._remove(node)
                     return True
             # Only nodes that were leased when passed over are left: look at them once more.
-            passed_over, self._leased = self._leased, []
-            for kind, node in passed_over:
+            for kind, node in list(self._leased):
                 self._push(kind, node)
         return False
 
@@ -166,6 +170,10 @@ class PrefixTrie:
                 yield node
 
     def _push(self, kind: int, node: PrefixNode) -> None:
+        self._leased.pop((kind, node), None)
+        if node.listed[kind]:
+            return  # with an older tick, which is looked at again when it surfaces
+        node.listed[kind] = True
         self._pushes += 1
         heapq.heappush(self._candidates, (node.tick, self._pushes, kind, node))
 
@@ -176,23 +184,33 @@ class PrefixTrie:
             self._remove(node)
 
     def _remove(self, node: PrefixNode) -> None:
-        parent = node.parent
-        assert parent is not None and not node.children
-        self._withdraw(node.pages())
-        node.alive = False
-        node.windows = node.state = None
-        del parent.children[node.key]
-        self.num_nodes -= 1
-        parent.tick = max(parent.tick, node.tick)
-        if parent.parent is None:
-            if not parent.children:
-                del self._roots[parent.key]
-                parent.alive = False
-        elif not parent.children:
+        """Takes out a node without children, and each ancestor that this leaves without children and pages."""
+        while True:
+            parent = node.parent
+            assert parent is not None and not node.children
+            self._withdraw(node.pages())
+            node.alive = False
+            node.windows = node.state = None
+            for kind in (LEAF, RESUME):
+                self._leased.pop((kind, node), None)
+            del parent.children[node.key]
+            self.num_nodes -= 1
+            parent.tick = max(parent.tick, node.tick)
+            if parent.parent is None:
+                self._drop_root(parent)
+                return
+            if parent.children:
+                return
             if any(parent.history) or parent.has_resume:
                 self._push(LEAF, parent)
-            else:
-                self._remove(parent)
+                return
+            node = parent
+
+    def _drop_root(self, root: PrefixNode) -> None:
+        """Forgets a salt of which nothing is cached; a request that still holds the root makes a new one."""
+        if not root.children and self._roots.get(root.key) is root:
+            del self._roots[root.key]
+            root.alive = False
 
 
 class SeenPages:
@@ -204,7 +222,7 @@ class SeenPages:
 
     def __init__(self, capacity: int = 1_000_000) -> None:
         self._capacity = capacity
-        self._seen: dict[int, None] = {}
+        self._seen: OrderedDict[int, None] = OrderedDict()  # finding a plain dict's oldest key scans deleted ones
 
     @staticmethod
     def chain(start: int, raw: bytes, span_bytes: int) -> list[int]:
@@ -227,7 +245,7 @@ class SeenPages:
     def add(self, fingerprints: list[int]) -> None:
         seen = self._seen
         for fingerprint in fingerprints:
-            seen.pop(fingerprint, None)
             seen[fingerprint] = None
+            seen.move_to_end(fingerprint)
         while len(seen) > self._capacity:
-            del seen[next(iter(seen))]
+            seen.popitem(last=False)
