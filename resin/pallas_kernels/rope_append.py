@@ -1,0 +1,213 @@
+"""What lies between the fused QKV product and attention, in one pass: head norms, rotation, append to the cache.
+
+x is `[T, (H + 2 K) * D]`: queries, keys, values of each token. Queries and keys are normalised per head (if the model
+does), then rotated in half-split pairs: dimension i with i + D/2. Queries go to an array of their own, keys and values
+straight to their place in the arena (layout as in `paged_decode`), which is updated in place.
+
+Grid: one program for `rows` (token, head) rows of x, whatever they are; which of q, k, v a row is decides only masks,
+so that one token of a small batch still spreads over several multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+# Rows a program: 8 rows of 128 values keep 16-byte accesses for 4 warps and give 6 programs a token of a 32 + 16 head
+# model; large batches take more rows for fewer programs.
+SMALL_ROWS, LARGE_ROWS = 8, 32
+LARGE_TOKENS = 64
+NOWHERE = 2**31 - 1  # row index of what must not be stored; such lanes are masked
+
+
+def rope_append(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    arena: jax.Array,
+    append_pages: jax.Array,
+    append_offsets: jax.Array,
+    key_row: jax.Array | int,
+    value_row: jax.Array | int,
+    *,
+    kv_heads: int,
+    page_entries: int,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Normalises and rotates queries and keys, and appends keys and values to the arena.
+
+    Args:
+        x: `[T, H + 2 K, D]`, query heads, key heads, value heads.
+        cos, sin: float32 `[T, D / 2]`.
+        arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
+        append_pages, append_offsets: int32 `[T]`, page and entry that take each token.
+        key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
+        kv_heads, page_entries: KV heads on this device, entries a page.
+        q_norm, k_norm: `[D]` weights of per-head RMSNorms; None for none.
+        eps: added to the mean square.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        Queries `[T, H, D]` and the arena.
+    """
+    tokens, joined, width = x.shape
+    spec = _Spec(
+        tokens=tokens,
+        heads=joined - 2 * kv_heads,
+        kv_heads=kv_heads,
+        width=width,
+        page_entries=page_entries,
+        rows_per_page=arena.shape[1] // width,
+        has_norm=q_norm is not None,
+        eps=eps,
+        rows=LARGE_ROWS if tokens >= LARGE_TOKENS else SMALL_ROWS,
+        interpret=interpret,
+    )
+    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    norms = () if q_norm is None else (q_norm, k_norm)
+    q, rows = _call(spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, width))
+    return q.reshape(tokens, spec.heads, width), rows.reshape(arena.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Everything static about one call."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    page_entries: int
+    rows_per_page: int
+    has_norm: bool
+    eps: float
+    rows: int
+    interpret: bool
+
+    @property
+    def joined(self) -> int:
+        """Heads a token: q, k and v."""
+        return self.heads + 2 * self.kv_heads
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(spec: _Spec, x, columns, norms, arena):
+    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
+    inputs = [x, *columns, *norms, arena]
+    return pl.pallas_call(
+        functools.partial(_rope_append_kernel, spec=spec),
+        grid=(-(-x.shape[0] // spec.rows),),
+        out_shape=(
+            jax.ShapeDtypeStruct((spec.tokens * spec.heads, spec.width), x.dtype),
+            jax.ShapeDtypeStruct(arena.shape, arena.dtype),
+        ),
+        input_output_aliases={len(inputs) - 1: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=spec.interpret,
+        name="rope_append",
+    )(*inputs)
+
+
+def _rope_append_kernel(x_ref, cos_ref, sin_ref, pages_ref, offsets_ref, planes_ref, *refs, spec: _Spec):
+    q_ref, arena_ref = refs[-2:]
+    half = spec.width // 2
+    row = pl.program_id(0) * spec.rows + jnp.arange(spec.rows, dtype=jnp.int32)
+    lanes = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
+    token, head = row // spec.joined, row % spec.joined
+    live = token < spec.tokens
+    inside = live[:, None] & (lanes < half)[None, :]
+    low, high = (
+        plgpu.load(x_ref.at[row[:, None], start + lanes[None, :]], mask=inside, other=0) for start in (0, half)
+    )
+    is_query, is_value = head < spec.heads, head >= spec.heads + spec.kv_heads
+    if spec.has_norm:
+        low, high = _normalise(low, high, refs[:2], is_query, is_value, lanes, spec)
+    cos, sin = (
+        plgpu.load(ref.at[token[:, None], lanes[None, :]], mask=inside, other=0.0) for ref in (cos_ref, sin_ref)
+    )
+    wide_low, wide_high = low.astype(jnp.float32), high.astype(jnp.float32)
+    turned = (wide_low * cos - wide_high * sin, wide_high * cos + wide_low * sin)
+    low, high = (
+        jnp.where(is_value[:, None], old, new.astype(old.dtype)) for old, new in zip((low, high), turned, strict=True)
+    )
+    q_row = jnp.where(live & is_query, token * spec.heads + head, NOWHERE)
+    page = plgpu.load(pages_ref.at[token], mask=live, other=0)
+    offset = plgpu.load(offsets_ref.at[token], mask=live, other=0)
+    kv_head = jnp.where(is_value, head - spec.heads - spec.kv_heads, head - spec.heads)
+    plane = jnp.where(is_value, planes_ref[1], planes_ref[0])
+    place = page * spec.rows_per_page + plane + kv_head * spec.page_entries + offset
+    place = jnp.where(live & ~is_query, place, NOWHERE)
+    for start, value in ((0, low), (half, high)):
+        at = start + lanes[None, :]
+        plgpu.store(q_ref.at[q_row[:, None], at], value, mask=inside & is_query[:, None])
+        if arena_ref.dtype == jnp.uint16:
+            value = lax.bitcast_convert_type(value, jnp.uint16)
+        plgpu.store(arena_ref.at[place[:, None], at], value.astype(arena_ref.dtype), mask=inside & ~is_query[:, None])
+
+
+def _normalise(low, high, norm_refs, is_query, is_value, lanes, spec: _Spec):
+    """Per-head RMSNorm of the rows that are queries or keys."""
+    half = spec.width // 2
+    wide = [part.astype(jnp.float32) for part in (low, high)]
+    squares = sum(jnp.sum(part * part, axis=1) for part in wide)
+    factor = lax.rsqrt(squares / spec.width + spec.eps)[:, None]
+    out = []
+    for start, old, part in ((0, low, wide[0]), (half, high, wide[1])):
+        weights = [plgpu.load(ref.at[start + lanes], mask=lanes < half, other=0)[None, :] for ref in norm_refs]
+        scaled = (part * factor).astype(old.dtype) * jnp.where(is_query[:, None], *weights)
+        out.append(jnp.where(is_value[:, None], old, scaled))
+    return out
+
+
+def rope_append_ref(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    arena: jax.Array,
+    append_pages: jax.Array,
+    append_offsets: jax.Array,
+    key_row: jax.Array | int,
+    value_row: jax.Array | int,
+    *,
+    kv_heads: int,
+    page_entries: int,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array]:
+    """The same in plain XLA: rotation in float32, one scatter. Arguments and result as in `rope_append`."""
+    heads, width = x.shape[1] - 2 * kv_heads, x.shape[2]
+    query, key, value = jnp.split(x, (heads, heads + kv_heads), axis=1)
+    if q_norm is not None and k_norm is not None:
+        query, key = _head_norm(query, q_norm, eps), _head_norm(key, k_norm, eps)
+    query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rows = arena.reshape(-1, width)
+    head = page_entries * jnp.arange(kv_heads, dtype=jnp.int32)
+    starts = append_pages * (arena.shape[1] // width) + append_offsets
+    for plane, vectors in ((key_row, key), (value_row, value)):
+        if arena.dtype == jnp.uint16:
+            vectors = lax.bitcast_convert_type(vectors, jnp.uint16)
+        index = starts[:, None] + (plane + head)[None, :]
+        rows = rows.at[index].set(vectors.astype(arena.dtype), mode="promise_in_bounds")
+    return query, rows.reshape(arena.shape)
+
+
+def _head_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
