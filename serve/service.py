@@ -12,13 +12,15 @@ from typing import Any
 from aiohttp import web
 
 from resin import Engine, InvalidRequest, SamplingParams
-from resin.recipes import Message, Recipe, Tokenizer, Tool
+from resin.plan.sampling import TokenMask
+from resin.recipes import Goal, Message, Recipe, Tokenizer, Tool
 from serve.actor import EngineActor, Job, NotAccepting, QueueFull
 from serve.config import ServerConfig
 from serve.errors import ApiError, from_invalid_request, invalid, overloaded, unavailable
 from serve.generation import Generation
 from serve.http_metrics import HttpMetrics
 from serve.session import Session
+from serve.structured import GrammarCompiler, write_grammar
 
 LONG_TEXT_CHARACTERS = 16_384
 """Above this a prompt is rendered on a worker thread, so that the event loop keeps answering others."""
@@ -56,6 +58,8 @@ class Service:
         self.created_s = int(time.time())
         self.is_draining = False
         self._tokenizer = tokenizer
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = asyncio.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -91,6 +95,27 @@ class Service:
         if len(text) <= LONG_TEXT_CHARACTERS:
             return self.tokenizer.encode(text, add_special=True)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=True)
+
+    async def masks(
+        self, goal: Goal | None, prompt_ids: Sequence[int], count: int, param: str
+    ) -> Sequence[TokenMask | None]:
+        """The token masks of `count` choices that must reach a goal; no masks without one.
+
+        Raises:
+            ApiError: 400 naming `param` if the goal cannot be put into a grammar.
+        """
+        if goal is None:
+            return [None] * count
+        try:
+            grammar = write_grammar(self.recipe, goal, prompt_ids, param)
+        except InvalidRequest as error:
+            raise from_invalid_request(error) from error
+        async with self._compiler_lock:
+            if self._compiler is None:
+                assert self.recipe is not None
+                vocab_size, stops = self.engine.config.vocab_size, self.recipe.stop_token_ids
+                self._compiler = await asyncio.to_thread(GrammarCompiler, self.tokenizer, vocab_size, stops)
+        return await asyncio.to_thread(self._compiler.compile, grammar, count, param)
 
     def choices(self, count: int | None) -> int:
         """How many choices a request gets; raises ApiError beyond the limit."""

@@ -1,6 +1,7 @@
 """Conversation formats: typed messages to token ids, and token ids to typed deltas."""
 
 from resin.recipes.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from resin.recipes.grammar import Goal, GrammarRecipe
 from resin.recipes.messages import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from resin.recipes.recipe import Parser, Recipe, Tokenizer
 from resin.recipes.registry import NATIVE_RECIPES, find_recipe, get_native_recipe
@@ -9,6 +10,8 @@ __all__ = [
     "NATIVE_RECIPES",
     "Block",
     "Delta",
+    "Goal",
+    "GrammarRecipe",
     "Message",
     "Parser",
     "Reasoning",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from resin.recipes.grammar import Goal, plain_grammar
 from resin.recipes.messages import Message, Role, Tool
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import PlainText, Script, reject_tools, require_tokens, stop_ids
@@ -48,6 +49,9 @@ class ChatMLRecipe:
         if add_generation_prompt:
             script.control(self._start).text("assistant\n")
         return script.ids()
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        return plain_grammar("chatml", goal)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         return TaggedParser(self._tokenizer, Tags(), prompt_ids)

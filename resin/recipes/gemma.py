@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from resin.plan.errors import InvalidRequest
+from resin.recipes.grammar import Goal, plain_grammar
 from resin.recipes.messages import Message, Role, Tool
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import PlainText, Script, reject_tools, require_tokens, stop_ids
@@ -50,6 +51,9 @@ class GemmaRecipe:
         if add_generation_prompt:
             script.control(self._start).text("model\n")
         return script.ids()
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        return plain_grammar("gemma", goal)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         return TaggedParser(self._tokenizer, Tags(), prompt_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from resin.recipes.grammar import FREE_TEXT, Goal, arguments_schema, json_rule, quote
 from resin.recipes.harmony_parser import HarmonyParser
 from resin.recipes.messages import Message, Role, Tool, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
@@ -28,6 +29,9 @@ class HarmonyRecipe:
         self._tokenizer = tokenizer
         tokens = [f"<|{name}|>" for name in _NAMES]
         self._ids = dict(zip(_NAMES, require_tokens(tokenizer, "gpt_oss", tokens), strict=True))
+        end_of_text = tokenizer.token_to_id("<|endoftext|>")
+        if end_of_text is not None:
+            self._ids["endoftext"] = end_of_text
         self._plain = PlainText(tokenizer, tokens)
 
     @property
@@ -70,6 +74,27 @@ class HarmonyRecipe:
         if add_generation_prompt:
             script.control(self._ids["start"]).text("assistant")
         return script.ids()
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        """Analysis may come first; then one final message or one call, which ends the turn."""
+        start, channel, message, end, constrain = (
+            f"<[{self._ids[name]}]>" for name in ("start", "channel", "message", "end", "constrain")
+        )
+        options = []
+        rules = [f'analysis: {channel} "analysis" {message} {FREE_TEXT}? {end} {start} "assistant"']
+        for index, tool in enumerate(goal.tools):
+            options.append(f"call_{index}")
+            recipient = quote(f"commentary to=functions.{tool.name} ")
+            rules.append(f'call_{index}: {channel} {recipient} {constrain} "json" {message} arguments_{index}')
+            rules.append(f"arguments_{index}: {json_rule(arguments_schema(tool))}")
+        if goal.schema is not None:
+            options.append("json_answer")
+            rules.append(f'json_answer: {channel} "final" {message} schema_text')
+            rules.append(f"schema_text: {json_rule(goal.schema)}")
+        if goal.allows_text:
+            options.append("text")
+            rules.append(f'text: {channel} "final" {message} {FREE_TEXT}')
+        return "\n".join([f"start: analysis* ({' | '.join(options)})", *rules]) + "\n"
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         return HarmonyParser(self._tokenizer, self._ids, prompt_ids)

@@ -45,7 +45,7 @@ class HarmonyParser:
 
     def finish(self) -> list[Delta]:
         deltas = self._on_text(self._characters.flush())
-        return deltas + self._close(is_complete=False)
+        return deltas + self._close()
 
     def _begin_header(self, part: str) -> None:
         """`part` is "role" after a start token and "" where one should have come."""
@@ -57,14 +57,14 @@ class HarmonyParser:
         self._body: list[str] = []
 
     def _on_control(self, name: str) -> list[Delta]:
-        if name in ("end", "return", "call"):
-            deltas = self._close(is_complete=True)
+        if name in ("end", "return", "call", "endoftext"):
+            deltas = self._close()
             self._begin_header("")
         elif name == "start":
-            deltas = self._close(is_complete=False)
+            deltas = self._close()
             self._begin_header("role")
         elif name == "channel":
-            deltas = self._close(is_complete=False) if self._in_body else []
+            deltas = self._close() if self._in_body else []
             if self._in_body:
                 self._begin_header("role")
             self._part = "channel"
@@ -99,15 +99,15 @@ class HarmonyParser:
             self._kind = channel[0] if channel else ""
         return deltas
 
-    def _close(self, *, is_complete: bool) -> list[Delta]:
-        """Ends the message at hand; a call that has no terminator is not trusted."""
+    def _close(self) -> list[Delta]:
+        """Ends the message at hand. A call counts once its arguments are whole, whatever the terminator."""
         if not self._in_body:
             return self._misplaced_text()
         body = "".join(self._body)
         self._body.clear()
         if self._kind != "call":
             return []
-        arguments = arguments_json(body) if is_complete else None
+        arguments = arguments_json(body)
         if arguments is None:
             return [TextDelta(body, is_incomplete=True)] if body else []
         self._calls += 1

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from resin.plan.errors import InvalidRequest
 from resin.recipes.calls import parsed_arguments, read_json_calls
+from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import PlainText, Script, atomic_id, stop_ids
@@ -82,6 +83,12 @@ class JinjaRecipe:
                 "messages", [turn["role"] for turn in turns], f"what the template takes ({error})"
             ) from error
         return self._encode(text)
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        if goal.tools and self._tags.tool_call is None:
+            raise InvalidRequest("tools", [tool.name for tool in goal.tools], "a chat template with <tool_call> tags")
+        inside = opens_reasoning(self._tokenizer, self._tags, prompt_ids)
+        return tagged_grammar(self._tokenizer, self._tags, goal, inside_reasoning=inside, call_list=False)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         inside = opens_reasoning(self._tokenizer, self._tags, prompt_ids)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from resin.recipes.calls import Call, dump_json, parsed_arguments, read_json_calls, read_python_calls
+from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
@@ -69,6 +70,11 @@ class Lfm2Recipe:
         if add_generation_prompt:
             self._open(script, "assistant")
         return script.ids()
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        # Calls are asked for as a JSON list, which these models know besides their Python syntax.
+        inside = opens_reasoning(self._tokenizer, _TAGS, prompt_ids)
+        return tagged_grammar(self._tokenizer, _TAGS, goal, inside_reasoning=inside, call_list=True)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         inside = opens_reasoning(self._tokenizer, _TAGS, prompt_ids)

@@ -9,6 +9,7 @@ from typing import Any
 from resin.recipes.calls import CallIds, dump_json, parsed_arguments, read_json_calls
 from resin.recipes.characters import CharacterStream
 from resin.recipes.deltas import Delta, TextDelta, ToolCallDelta
+from resin.recipes.grammar import Goal, answer_rules, json_call_rules
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
@@ -66,6 +67,13 @@ class Llama3Recipe:
         if add_generation_prompt:
             self._header(script, "assistant")
         return script.ids()
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        rules = answer_rules(goal)
+        if goal.tools:
+            more = ' ("; " call_body)*' if goal.is_parallel else ""
+            rules += [f"calls: call_body{more}", *json_call_rules(goal.tools, "parameters")]
+        return "\n".join(["start: answer", *rules]) + "\n"
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         return Llama3Parser(self._tokenizer, prompt_ids, has_tools=bool(tools))

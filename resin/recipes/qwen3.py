@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from resin.recipes.calls import dump_json, parsed_arguments
+from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
@@ -75,6 +76,10 @@ class Qwen3Recipe:
             if not enable_thinking:
                 self._in_tags(script, "think", "\n\n").text("\n\n")
         return script.ids()
+
+    def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
+        inside = opens_reasoning(self._tokenizer, _TAGS, prompt_ids)
+        return tagged_grammar(self._tokenizer, _TAGS, goal, inside_reasoning=inside, call_list=False)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
         inside = opens_reasoning(self._tokenizer, _TAGS, prompt_ids)

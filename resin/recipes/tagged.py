@@ -105,7 +105,7 @@ class TaggedParser:
     def finish(self) -> list[Delta]:
         deltas = self._end_text()
         if self._state is _State.CALL:
-            deltas += self._end_call(is_complete=False)
+            deltas += self._end_call()
         elif self._space and not self._follows_call:
             deltas.append(self._delta(self._space))
         self._space = ""
@@ -150,9 +150,9 @@ class TaggedParser:
         opens_call, closes_call = self._tags.tool_call or ("", "")
         if self._state is _State.CALL:
             if tag == closes_call:
-                return self._end_call(is_complete=True)
+                return self._end_call()
             if tag == opens_call:
-                deltas = self._end_call(is_complete=False)
+                deltas = self._end_call()
                 self._state = _State.CALL
                 return deltas
             self._body.append(spelled)
@@ -170,11 +170,12 @@ class TaggedParser:
         self._drops_space = True
         self._follows_call = False
 
-    def _end_call(self, *, is_complete: bool) -> list[Delta]:
+    def _end_call(self) -> list[Delta]:
+        """A call counts once its body is whole, even if the closing tag never came."""
         body = "".join(self._body)
         self._body.clear()
         self._enter(_State.TEXT)
-        calls = self._tags.read_calls(body) if is_complete else None
+        calls = self._tags.read_calls(body)
         if calls is None:
             self._drops_space = False
             return [TextDelta(body, is_incomplete=True)] if body else []

@@ -10,12 +10,12 @@ from typing import Any
 
 from aiohttp import web
 
-from resin.recipes import Delta, Parser, ReasoningDelta, TextDelta, Tokenizer, Tool
-from serve.errors import ApiError, openai_body
+from resin.recipes import Delta, Goal, Parser, ReasoningDelta, TextDelta, Tokenizer, Tool
+from serve.errors import ApiError, invalid, openai_body
 from serve.generation import Ending, Generation, TokenLogprob, Update
 from serve.logprobs import chat_logprobs
 from serve.replies import json_response, read_body, template_options, usage_of
-from serve.schemas.chat import ChatRequest, to_messages, to_tools
+from serve.schemas.chat import ChatRequest, ToolChoice, to_messages, to_tools
 from serve.schemas.sampling import build_params
 from serve.service import Plan, Service, service_of
 from serve.session import Session
@@ -56,6 +56,9 @@ async def plan_choices(service: Service, body: ChatRequest) -> list[Plan]:
     limit = service.output_tokens(asked or None, len(prompt_ids), limit_name)
     recipe = service.recipe
     assert recipe is not None
+    count = service.choices(body.n)
+    goal, goal_param = goal_of(body, tools)
+    masks = await service.masks(goal, prompt_ids, count, goal_param)
     params = build_params(
         body,
         max_output_tokens=limit,
@@ -63,11 +66,12 @@ async def plan_choices(service: Service, body: ChatRequest) -> list[Plan]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         names={"max_output_tokens": limit_name},
     )
-    count = service.choices(body.n)
     return [
         Plan(
             prompt_ids,
-            params if params.seed is None else dataclasses.replace(params, seed=params.seed + index),
+            dataclasses.replace(
+                params, seed=None if params.seed is None else params.seed + index, allowed_tokens=masks[index]
+            ),
             Generation(
                 _create_parser(service, prompt_ids, tools),
                 stops=body.stop_strings(),
@@ -77,6 +81,42 @@ async def plan_choices(service: Service, body: ChatRequest) -> list[Plan]:
         )
         for index in range(count)
     ]
+
+
+def goal_of(body: ChatRequest, tools: Sequence[Tool]) -> tuple[Goal | None, str]:
+    """What the response is bound to, and which field says so.
+
+    Raises:
+        ApiError: a tool choice without such a tool, or a response format without its schema.
+    """
+    schema = _schema_of(body)
+    one_or_more = body.parallel_tool_calls is not False
+    if isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        chosen = tuple(tool for tool in tools if tool.name == name)
+        if not chosen:
+            raise invalid("tool_choice", f"tool_choice: there is no tool named {name!r}")
+        return Goal(tools=chosen, is_parallel=False), "tool_choice"
+    if body.tool_choice == "required":
+        if not tools:
+            raise invalid("tool_choice", "tool_choice: 'required' needs tools")
+        return Goal(tools=tuple(tools), is_parallel=one_or_more), "tools"
+    if schema is not None:
+        return Goal(schema=schema, tools=tuple(tools), is_parallel=one_or_more), "response_format"
+    if tools and (not one_or_more or any(tool.function.strict for tool in body.tools or [])):
+        return Goal(tools=tuple(tools), is_parallel=one_or_more, allows_text=True), "tools"
+    return None, ""
+
+
+def _schema_of(body: ChatRequest) -> dict[str, Any] | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise invalid("response_format.json_schema.schema", "response_format: json_schema needs a schema")
+    return wanted.json_schema.schema
 
 
 def _create_parser(service: Service, prompt_ids: Sequence[int], tools: Sequence[Tool]) -> Parser:

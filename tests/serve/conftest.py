@@ -22,6 +22,7 @@ def server() -> Iterator[HttpServer]:
     runner.answer("[call]", "Looking." + CALL)
     runner.answer("[calls]", CALL + "\n" + CALL)
     runner.answer("[words]", WORDS)
+    runner.answer("[start a call]", "<tool_call>")
     runner.answer("[long]", "abcdefghij" * 300)
     with running_server(runner) as running:
         yield running

@@ -17,9 +17,10 @@ TOKENIZER = ByteTokenizer()
 class ScriptedRunner:
     """Continues sequences by script.
 
-    A response belongs to every prompt that holds its key; of several keys the one that stands last in the prompt counts,
-    and other prompts get `default`. After its last token the response repeats the end token. Rows with a mask take the scripted token if it is allowed, else
-    the lowest allowed one that is no control token, else the lowest.
+    A response belongs to every prompt that holds its key; of several keys the one that stands last in the prompt
+    counts, and other prompts get `default`. After its last token the response repeats the end token. Rows with a mask
+    take the scripted token if it is allowed, else the end token, else the highest allowed byte above a space, else the
+    highest allowed token.
     """
 
     def __init__(self, *, default: str = "Hello!", step_s: float = 0.0, max_sequences: int = 256) -> None:
@@ -95,8 +96,11 @@ def _allowed(words: np.ndarray, token: int) -> int:
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: TOKENIZER.vocab_size]
     if bits[token]:
         return token
-    plain = np.flatnonzero(bits[: TOKENIZER.first_control])
-    return int(plain[0]) if plain.size else int(np.flatnonzero(bits)[0])
+    if bits[TOKENIZER.eos_ids[0]]:
+        return TOKENIZER.eos_ids[0]
+    choices = np.flatnonzero(bits)
+    visible = choices[(choices > ord(" ")) & (choices < 256)]
+    return int(visible[-1]) if visible.size else int(choices[-1])
 
 
 def _logprobs(plan: BatchPlan, tokens: np.ndarray) -> dict[str, np.ndarray]:
