@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from resin.plan import Bucket, PlanLayout
+from resin.sched.cache import PagedGroup
 from resin.sched.lease import CacheLease
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
@@ -18,14 +19,16 @@ class Cohort:
     Attributes:
         slots: int32 [n].
         steps_left: steps until the first row reaches its output limit, plans in flight counted as done.
-        views: for each paged group, the page row of each request, chronological.
-        row_pages, tails, first_positions: int32 [groups, n], length, last page and first token of each row.
+        views: for each paged group, the pages that each request's next token can see, chronological.
+        row_pages, tails, first_positions: int32 [groups, n], length, last page and first token of each view.
         total_pages: pages of all rows, for each paged group.
         input_pages, output_pages: for each State group int32 [n, pages].
         dirty: indices whose pages changed since they were last read.
     """
 
-    def __init__(self, requests: list[Request], table: SlotTable, spans: list[int], state_pages: list[int]) -> None:
+    def __init__(
+        self, requests: list[Request], table: SlotTable, paged: list[PagedGroup], state_pages: list[int]
+    ) -> None:
         count = len(requests)
         self.requests = requests
         self.index = {request.slot: i for i, request in enumerate(requests)}
@@ -41,12 +44,13 @@ class Cohort:
         self.stop_ids = stop_ids[:, : int((stop_ids >= 0).sum(axis=1).max(initial=0))]
         self.constrained = bool(table.constrained[slots].any())
         self.has_minimum = bool((table.min_outputs[slots] > table.outputs[slots]).any())
-        self._spans = spans
-        self.views: list[list[np.ndarray]] = [[np.empty(0, np.int32)] * count for _ in spans]
-        self.row_pages = np.zeros((len(spans), count), np.int32)
-        self.tails = np.zeros((len(spans), count), np.int32)
-        self.first_positions = np.zeros((len(spans), count), np.int32)
-        self.total_pages = [0] * len(spans)
+        self._computed = table.computed
+        self._paged = paged
+        self.views: list[list[np.ndarray]] = [[np.empty(0, np.int32)] * count for _ in paged]
+        self.row_pages = np.zeros((len(paged), count), np.int32)
+        self.tails = np.zeros((len(paged), count), np.int32)
+        self.first_positions = np.zeros((len(paged), count), np.int32)
+        self.total_pages = [0] * len(paged)
         self.input_pages = [np.zeros((count, pages), np.int32) for pages in state_pages]
         self.output_pages = [np.zeros((count, pages), np.int32) for pages in state_pages]
         self.pages_version = 0  # of the columns that `refresh` and `set_state_input` write
@@ -62,11 +66,14 @@ class Cohort:
             return
         for i in self.dirty:
             lease = self.leases[i]
-            for group, row in enumerate(lease.rows):
-                self.views[group][i] = row.view()
-                self.row_pages[group, i] = len(row)
-                self.tails[group, i] = row.last_page
-                self.first_positions[group, i] = row.first * self._spans[group]
+            for index, (paged, row) in enumerate(zip(self._paged, lease.rows, strict=True)):
+                first = row.first
+                if paged.window_tokens:  # the row may still hold what a plan in flight sees
+                    first = max(first, paged.first_needed(int(self._computed[self.slots[i]])))
+                self.views[index][i] = row.view(first)
+                self.row_pages[index, i] = row.end - first
+                self.tails[index, i] = row.last_page
+                self.first_positions[index, i] = first * paged.span_tokens
             for group, ring in enumerate(lease.states):
                 assert ring.current is not None
                 self.output_pages[group][i] = ring.current
@@ -77,7 +84,7 @@ class Cohort:
 
     def growing(self, computed: np.ndarray) -> list[list[int]]:
         """For each paged group the rows whose next token starts a page."""
-        return [np.flatnonzero(computed % span == 0).tolist() for span in self._spans]
+        return [np.flatnonzero(computed % group.span_tokens == 0).tolist() for group in self._paged]
 
     def set_state_input(self, i: int) -> None:
         """The row's states move to new pages in this plan: read them from the checkpoint just sealed."""

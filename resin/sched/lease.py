@@ -36,9 +36,9 @@ class PageRow:
     def last_page(self) -> int:
         return int(self._buffer[self._stop - 1])
 
-    def view(self) -> np.ndarray:
-        """int32 view of the pages; valid until the row next grows."""
-        return self._buffer[self._start : self._stop]
+    def view(self, first: int = 0) -> np.ndarray:
+        """int32 view of the pages from logical index `first` on; valid until the row next grows."""
+        return self._buffer[self._start + max(first - self.first, 0) : self._stop]
 
     def at(self, logical: int) -> int:
         """The page that holds logical index `logical`."""

@@ -18,6 +18,7 @@ from resin.plan import (
     plan_layout,
 )
 from resin.plan.batch import SAMPLING_COLUMNS
+from resin.sched.cache import PagedGroup
 from resin.sched.cohort import Cohort, PlanTemplate
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
@@ -34,9 +35,9 @@ class Chunk:
 
 
 class Planner:
-    """Builds frozen plans for one runner's config."""
+    """Builds frozen plans for one runner's config; `windows` are its paged groups as the cache sees them."""
 
-    def __init__(self, config: RunnerConfig, table: SlotTable) -> None:
+    def __init__(self, config: RunnerConfig, table: SlotTable, windows: Sequence[PagedGroup]) -> None:
         self._config = config
         self._table = table
         self._scratch_slot = config.max_sequences
@@ -45,7 +46,7 @@ class Planner:
         self._layouts: dict[Bucket, PlanLayout] = {}
         self._paged = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
         self._states = [(group, fill) for group, fill in pairs if isinstance(group, StateGroup)]
-        self.spans = [fill.span_tokens for _, fill in self._paged]
+        self._windows = windows
         self.state_pages = [fill.pages_per_state for _, fill in self._states]
 
     def row_pages(self, paged_pages: Sequence[int]) -> tuple[int, ...]:
@@ -175,12 +176,17 @@ class Planner:
         for group, (spec, fill) in enumerate(self._paged):
             name, ratio = spec.name, spec.tokens_per_entry
             rows = [lease.rows[group] for lease in leases if lease is not None]
-            lengths = np.fromiter((len(row) for row in rows), np.int32, len(rows))
-            self._fill_rows(columns, name, [row.view() for row in rows], lengths, len(rows))
-            for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
-                columns[f"first_position:{name}"][i] = row.first * fill.span_tokens
+            firsts = [
+                max(row.first, self._windows[group].first_needed(chunk.start))
+                for row, chunk in zip(rows, chunks, strict=True)
+            ]
+            views = [row.view(first) for row, first in zip(rows, firsts, strict=True)]
+            lengths = np.fromiter((len(view) for view in views), np.int32, len(views))
+            self._fill_rows(columns, name, views, lengths, len(rows))
+            for i, (chunk, first, view) in enumerate(zip(chunks, firsts, views, strict=True)):
+                columns[f"first_position:{name}"][i] = first * fill.span_tokens
                 positions = np.arange(chunk.start, chunk.stop)
-                pages = row.view()[positions // fill.span_tokens - row.first]
+                pages = view[positions // fill.span_tokens - first]
                 offsets = positions // ratio % fill.page_entries
                 if ratio > 1:
                     complete = (positions + 1) % ratio == 0

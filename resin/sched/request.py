@@ -63,7 +63,7 @@ class Request:
         params: the sampling policy.
         seed: the 64-bit seed in use, drawn at submission if the policy has none.
         output_ids: tokens generated so far, a stop token included.
-        prefix_audit: what the prefix cache gave at the latest admission, None before it or without a cache.
+        prefix_audit: what the prefix cache gave at the first admission, None before it or without a cache.
     """
 
     id: int
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Prompt tokens that the prefix cache supplied at the latest admission."""
+        """Prompt tokens that the prefix cache supplied at the first admission."""
         return self.prefix_audit.hit_tokens if self.prefix_audit is not None else 0
 
     def all_ids(self) -> np.ndarray:

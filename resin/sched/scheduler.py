@@ -6,13 +6,14 @@ and later `commit` with the runner's output. Policy: docs/scheduling.md.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig, smallest_bucket
+from resin.plan import BatchPlan, Bucket, InvalidRequest, Phase, RunnerConfig, smallest_bucket
 from resin.sched.cache import CacheManager, Reservation
 from resin.sched.cohort import Cohort
 from resin.sched.masks import allowed_masks
@@ -35,6 +36,14 @@ class Policy:
     aging_s: float = 10.0
     max_prefill_streak: int = 8
     max_plan_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.aging_s < math.inf:
+            raise InvalidRequest("aging_s", self.aging_s, "more than 0 seconds, finite")
+        if self.max_prefill_streak < 1:
+            raise InvalidRequest("max_prefill_streak", self.max_prefill_streak, "at least 1 plan")
+        if self.max_plan_tokens is not None and self.max_plan_tokens < 1:
+            raise InvalidRequest("max_plan_tokens", self.max_plan_tokens, "at least 1 token, or None")
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class Scheduler:
         self.failures: deque[tuple[Request, Exception]] = deque()  # requests whose own callback raised
         self.retractions = 0
         self.prefill_streak = 0
-        self.planner = Planner(config, self.table)
+        self.planner = Planner(config, self.table, cache.paged)
         self._cohort: Cohort | None = None
         self._step = 0
         prefill = [bucket for bucket in config.buckets if bucket.phase is Phase.PREFILL]
@@ -94,6 +103,7 @@ class Scheduler:
         """Ends a waiting or running request; its pages return now, or when the last plan that holds it is collected."""
         if request.state is RequestState.QUEUED:
             self.queue.remove(request, RequestState.FINISHED)
+            self._room_changed = True  # it may have been the one that blocked the others
             return
         self._leave(request)
         request.state = RequestState.FINISHED
@@ -134,7 +144,10 @@ class Scheduler:
             planned = self._plan_prefill(in_flight)
             if planned is not None:
                 return planned
-        return self._plan_decode(in_flight)
+        planned = self._plan_decode(in_flight)
+        if planned is None and not in_flight and self.prefilling:
+            planned = self._plan_prefill(in_flight)  # on the pages of the decoding rows, all retracted just now
+        return planned
 
     def accept(self, planned: PlannedStep) -> None:
         """The runner took the plan: what it computes and emits counts from now on."""
@@ -177,6 +190,8 @@ class Scheduler:
             need = self.cache.pages_needed(request.num_tokens + 1, self.max_plan_tokens) - held
             if self.num_running and need + self._promised_pages() > self.cache.available:
                 self.cache.release(request)
+                if not request.retractions:
+                    request.prefix_audit = None  # the admission to come sets it
                 self._room_changed = False
                 return
             self.queue.pop()
@@ -220,19 +235,20 @@ class Scheduler:
     def _plan_prefill(self, in_flight: bool) -> PlannedStep | None:
         while True:
             reservation = Reservation()
-            chunks, bucket = self._choose_chunks(reservation)
-            if chunks:
-                break
+            try:
+                chunks, bucket = self._choose_chunks(reservation)
+                if bucket is not None:
+                    return self._prefill_step(reservation, chunks, bucket)
+            except BaseException:
+                self.cache.rollback(reservation)
+                raise
             if in_flight or self._decode_waits() or not self._retract_youngest():
                 return None
-        assert bucket is not None
+
+    def _prefill_step(self, reservation: Reservation, chunks: list[Chunk], bucket: Bucket) -> PlannedStep:
         emitting = [chunk.request if chunk.emits else None for chunk in chunks]
-        try:
-            masks = allowed_masks(emitting, bucket.sequences, self.config.vocab_size, self.failures)
-            plan = self.planner.plan_prefill(self._step, bucket, chunks, masks)
-        except BaseException:
-            self.cache.rollback(reservation)
-            raise
+        masks = allowed_masks(emitting, bucket.sequences, self.config.vocab_size, self.failures)
+        plan = self.planner.plan_prefill(self._step, bucket, chunks, masks)
         requests = [chunk.request for chunk in chunks]
         slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
         return PlannedStep(plan, reservation, slots, requests, chunks, None)
@@ -251,7 +267,7 @@ class Scheduler:
             stop = self._chunk_stop(start, known, budget)
             while stop > start:
                 assert request.lease is not None
-                wider = [have + self._row_pages(request, group, stop) for group, have in enumerate(pages)]
+                wider = [have + self._row_pages(request, group, start, stop) for group, have in enumerate(pages)]
                 used = self.max_plan_tokens - budget + stop - start
                 fits = smallest_bucket(
                     self.config.buckets, Phase.PREFILL, len(chunks) + 1, used, self.planner.row_pages(wider)
@@ -275,9 +291,11 @@ class Scheduler:
             stop = min(stop, checkpoint)
         return stop
 
-    def _row_pages(self, request: Request, group: int, stop: int) -> int:
+    def _row_pages(self, request: Request, index: int, start: int, stop: int) -> int:
+        """Pages of a paged group's plan row for computing tokens `[start, stop)`."""
         assert request.lease is not None
-        return -(-stop // self.cache.paged[group].span_tokens) - request.lease.rows[group].first
+        group = self.cache.paged[index]
+        return -(-stop // group.span_tokens) - max(request.lease.rows[index].first, group.first_needed(start))
 
     # -- decode -------------------------------------------------------------------------------------------------
 
@@ -340,7 +358,7 @@ class Scheduler:
         return cohort
 
     def _new_cohort(self, rows: list[Request]) -> Cohort:
-        cohort = Cohort(rows, self.table, self.planner.spans, self.planner.state_pages)
+        cohort = Cohort(rows, self.table, self.cache.paged, self.planner.state_pages)
         cohort.refresh()
         return cohort
 
@@ -348,12 +366,17 @@ class Scheduler:
         """As many of the rows that waited longest for a step as one bucket holds."""
         rows = sorted(rows, key=lambda request: (int(self.table.last_step[request.slot]), request.rank, request.id))
         rows = rows[: self._max_decode_rows]
-        while len(rows) > 1:
-            cohort = self._new_cohort(rows)
-            if self._decode_bucket(cohort, cohort.growing(self.table.computed[cohort.slots])) is not None:
-                break
-            rows = rows[:-1]
-        return rows
+        starts = [int(self.table.computed[request.slot]) for request in rows]
+        pages = [
+            [self._row_pages(request, index, start, start + 1) for index in range(len(self.cache.paged))]
+            for request, start in zip(rows, starts, strict=True)
+        ]
+        totals = np.cumsum(pages, axis=0)
+        for count in range(len(rows), 1, -1):
+            needs = self.planner.row_pages(totals[count - 1])
+            if smallest_bucket(self.config.buckets, Phase.DECODE, count, count, needs) is not None:
+                return rows[:count]
+        return rows[:1]
 
     def _decode_bucket(self, cohort: Cohort, growing: list[list[int]]) -> Bucket | None:
         """The smallest bucket that holds the rows once their next tokens have room."""

@@ -111,7 +111,8 @@ class Driver:
                     continue
                 assert group.page_indptr is not None and group.page_ids is not None and group.append_pages is not None
                 pages = group.page_ids[group.page_indptr[row] : group.page_indptr[row + 1]].tolist()
-                assert pages == next(paged).view().tolist(), f"{group.name}: stale page row"
+                held = next(paged).view().tolist()
+                assert pages and pages == held[-len(pages) :], f"{group.name}: stale page row"
                 appended = group.append_pages[plan.query_indptr[row] : plan.query_indptr[row + 1]]
                 assert all(page == 0 or self.engine.scheduler.cache.pool.is_writable(page) for page in appended)
 
