@@ -149,6 +149,37 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """`count` weights of the same kind, one after another in the first axis."""
+
+    each: Assembly
+    count: int
+
+    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return self.each.source_shapes(shape[1:]) * self.count
+
+    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        parts = len(tensors) // self.count
+        for index in range(self.count):
+            self.each.fill(out[index], tensors[index * parts : (index + 1) * parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Deinterleaved:
+    """Even places of an axis first, then the odd ones: `g0 u0 g1 u1` on disk, `g0 g1 u0 u1` in the model."""
+
+    axis: int
+
+    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (shape,)
+
+    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        source, target = np.moveaxis(tensors[0], self.axis, 0), np.moveaxis(out, self.axis, 0)
+        half = len(target) // 2
+        target[:half], target[half:] = source[0::2], source[1::2]
+
+
+@dataclass(frozen=True, slots=True)
 class Init:
     """Distribution of dummy weights: `mean + std * normal`. The defaults keep activations near unit scale."""
 
@@ -203,7 +234,7 @@ def declare(
     partition: Sequence[str | None] | None = None,
     init: Init | None = None,
     dtype: str | None = None,
-    lookup: bool = False,
+    flops_per_token: int | None = None,
 ) -> Weight:
     """Declares one weight.
 
@@ -215,10 +246,13 @@ def declare(
         partition: mesh axis a dimension; None replicates.
         init: dummy values; None takes std 1/sqrt(in) for matrices and ones for vectors.
         dtype: None takes the placement's.
-        lookup: the weight is only indexed, so it counts no flops.
+        flops_per_token: None counts two for each number of a matrix; weights that are only indexed, or of which a
+            token uses a part, say what they cost.
     """
     shape = tuple(shape)
     matrix = len(shape) >= 2
+    if flops_per_token is None:
+        flops_per_token = 2 * int(np.prod(shape)) if matrix else 0
     if init is None:
         init = Init(std=shape[-2] ** -0.5) if matrix else Init(std=0.0, mean=1.0)
     declaration = Declaration(
@@ -228,6 +262,6 @@ def declare(
         sources=(sources,) if isinstance(sources, str) else tuple(sources),
         assembly=assembly or Same(),
         init=init,
-        flops_per_token=2 * int(np.prod(shape)) if matrix and not lookup else 0,
+        flops_per_token=flops_per_token,
     )
     return Weight(jax.ShapeDtypeStruct(shape, declaration.dtype), declaration=declaration)

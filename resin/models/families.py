@@ -14,10 +14,13 @@ from resin.plan import CacheGroup, InvalidRequest
 
 FAMILIES = {
     "gemma3_text": "resin.models.gemma3:Gemma3",
+    "gpt_oss": "resin.models.gpt_oss:GptOss",
     "lfm2": "resin.models.lfm2:Lfm2",
+    "lfm2_moe": "resin.models.lfm2_moe:Lfm2Moe",
     "llama": "resin.models.llama:Llama",
     "mistral": "resin.models.llama:Llama",
     "qwen3": "resin.models.qwen3:Qwen3",
+    "qwen3_moe": "resin.models.qwen3_moe:Qwen3Moe",
 }
 
 

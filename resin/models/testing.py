@@ -68,12 +68,35 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": _LLAMA3_ROPE,
     },
     "qwen3": {**_QWEN3, "model_type": "qwen3"},
+    "qwen3_moe": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+    },
     "lfm2": {
         **_LFM2,
         "model_type": "lfm2",
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 16,
         "block_ffn_dim_multiplier": 1.0,
+    },
+    "lfm2_moe": {
+        **_LFM2,
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
     },
     "gemma3_text": {
         **_COMMON,
@@ -87,6 +110,23 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
+    },
+    "gpt_oss": {
+        **_COMMON,
+        "model_type": "gpt_oss",
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": _YARN_ROPE,
+        "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "mxfp4"},
     },
 }
 
@@ -155,6 +195,15 @@ def _random_tensor(declaration: Declaration, normal: np.ndarray) -> np.ndarray:
         return np.clip(np.rint(init.mean + init.std * normal), 0, 255).astype(np.uint8)
     std = init.std if normal.ndim > 1 else 0.3
     return (init.mean + std * normal).astype(np.float32)
+
+
+def dequantised_checkpoint(checkpoint: MemoryCheckpoint) -> MemoryCheckpoint:
+    """The same model with every packed tensor as float32, as a checkpoint that was never quantised stores it."""
+    packed = {part for name in checkpoint.quantised for part in packed_parts(name, checkpoint.tensors)}
+    arrays = {name: array for name, array in checkpoint.arrays.items() if name not in packed}
+    arrays |= {name: checkpoint.read_dequantised(name).astype(np.float32) for name in checkpoint.quantised}
+    config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+    return MemoryCheckpoint(config, arrays, checkpoint.location)
 
 
 def write_checkpoint(directory: Path, checkpoint: MemoryCheckpoint) -> Path:

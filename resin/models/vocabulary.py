@@ -56,7 +56,7 @@ class Vocabulary(nnx.Module):
                 f"{embedding}.weight",
                 partition=(axis, None),
                 init=Init(std=1.0),
-                lookup=True,
+                flops_per_token=0,
             )
         )
 

@@ -175,4 +175,8 @@ def dummy_weights(
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str, init: Init) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        values = jnp.round(init.mean + init.std * jax.random.normal(key, shape, jnp.float32))
+        return jnp.clip(values, limits.min, limits.max).astype(dtype)
     return init.mean + init.std * jax.random.normal(key, shape, jnp.dtype(dtype))

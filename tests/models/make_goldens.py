@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from resin.models.testing import TINY_CONFIGS, random_checkpoint, write_checkpoint
+from resin.models.testing import TINY_CONFIGS, dequantised_checkpoint, random_checkpoint, write_checkpoint
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "data" / "goldens"
 SEED = 5
@@ -33,7 +33,8 @@ def golden(family: str) -> dict[str, np.ndarray]:
 
     ids = np.random.default_rng(11).integers(3, 256, TOKENS).astype(np.int32)
     with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory), random_checkpoint(TINY_CONFIGS[family], seed=SEED))
+        checkpoint = random_checkpoint(TINY_CONFIGS[family], seed=SEED)
+        write_checkpoint(Path(directory), dequantised_checkpoint(checkpoint))
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
