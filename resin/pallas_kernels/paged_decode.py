@@ -372,7 +372,7 @@ def paged_decode_attention_ref(
     blocks = jnp.max(-(-(seq_lens - first_position) // block_tokens), initial=0)
     top, total, out = lax.fori_loop(jnp.minimum(first_block, blocks), blocks, attend_block, carry)
     if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32).reshape(kv_heads, group) - top)
+        total = total + jnp.exp(sinks.astype(jnp.float32).reshape(1, kv_heads, group) - top)
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     return out.reshape(sequences, heads, width).astype(q.dtype), counters
 
