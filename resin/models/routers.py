@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -42,7 +44,7 @@ class Router(nnx.Module):
 class SoftmaxRouter(Router):
     """Softmax over all experts, then the k largest; their weights sum to 1 if `renormalise`."""
 
-    def __init__(self, placement: Placement, name: str, *, renormalise: bool, **sizes: int) -> None:
+    def __init__(self, placement: Placement, name: str, *, renormalise: bool, **sizes: Any) -> None:
         super().__init__(placement, name, **sizes)
         self.renormalise = renormalise
 
@@ -76,7 +78,7 @@ class SigmoidRouter(Router):
         selection_bias: str | None,
         renormalise: bool,
         scaling: float,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         super().__init__(placement, name, **sizes)
         self.selection_bias = (
