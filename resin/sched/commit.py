@@ -118,11 +118,13 @@ def check_output(
         int32 [R] and int64 [R].
 
     Raises:
-        BadOutput: wrong shapes, not exactly one token for an emitting row, or an id outside the vocabulary.
+        BadOutput: wrong shapes or dtype, not exactly one token for an emitting row, or an id outside the vocabulary.
     """
     indptr, tokens = np.asarray(output.token_indptr), np.asarray(output.token_ids)
     if indptr.shape != (plan.num_sequences + 1,):
         raise BadOutput(f"token_indptr has shape {indptr.shape}: expected ({plan.num_sequences + 1},)")
+    if tokens.size and tokens.dtype.kind not in "iu":
+        raise BadOutput(f"token_ids are {tokens.dtype}: expected integers")
     if tokens.ndim != 1 or indptr[0] != 0 or int(indptr[-1]) != tokens.size:
         raise BadOutput(f"token_indptr spans {indptr[0]} to {indptr[-1]}: expected 0 to {tokens.size} token_ids")
     indptr = indptr.astype(np.int64, copy=False)
@@ -131,8 +133,10 @@ def check_output(
         raise BadOutput("token_indptr gives an emitting row other than one token")
     rows = indptr[:-1] if emits is None else indptr[:-1][emits]
     chosen = tokens if emits is None else tokens[rows]
-    if vocab_size and chosen.size and not (0 <= int(chosen.min()) and int(chosen.max()) < vocab_size):
-        raise BadOutput(f"token_ids reach {int(chosen.max())}: expected ids in [0, {vocab_size - 1}]")
+    if chosen.size:
+        low, high, top = int(chosen.min()), int(chosen.max()), vocab_size or 1 << 31
+        if low < 0 or high >= top:
+            raise BadOutput(f"token_ids go from {low} to {high}: expected ids in [0, {top - 1}]")
     return chosen.astype(np.int32, copy=False), rows
 
 
