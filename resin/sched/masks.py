@@ -49,11 +49,19 @@ def _pack(allowed: np.ndarray, vocab_size: int, words: int) -> np.ndarray:
     """int32 [words] from bool [vocab] or a ready bit set of [words] int32."""
     array = np.asarray(allowed)
     if array.dtype == np.int32 and array.shape == (words,):
+        inside = np.full(words, -1, np.int32)
+        if vocab_size % 32:
+            inside[-1] = (1 << vocab_size % 32) - 1
+        _check_some_token((array & inside).any())
         return array
     if array.dtype != np.bool_ or array.shape != (vocab_size,):
         raise InvalidRequest("allowed_tokens", (array.dtype, array.shape), f"bool [{vocab_size}] or int32 [{words}]")
-    if not array.any():
-        raise InvalidRequest("allowed_tokens", "no token", "at least one allowed token")
+    _check_some_token(array.any())
     padded = np.zeros(words * 32, np.bool_)
     padded[:vocab_size] = array
     return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def _check_some_token(some: np.bool_) -> None:
+    if not some:
+        raise InvalidRequest("allowed_tokens", "no token", "at least one allowed token")
