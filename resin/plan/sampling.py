@@ -32,7 +32,7 @@ class SamplingParams:
     Attributes:
         max_output_tokens: tokens to generate at most, at least 1.
         stop_token_ids: ids that end the request; the stop token is part of the result. At most 16.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 (and all below 1e-6) is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches it, in (0, 1].
         min_p: keep tokens with at least this share of the most likely token's probability, in [0, 1].
@@ -81,12 +81,17 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
-        stops = tuple(self.stop_token_ids)
+        try:
+            stops = tuple(self.stop_token_ids)
+        except TypeError:
+            raise InvalidRequest("stop_token_ids", self.stop_token_ids, "a sequence of ids") from None
         if len(stops) > MAX_STOP_TOKENS:
             raise InvalidRequest("stop_token_ids", stops, f"at most {MAX_STOP_TOKENS} ids")
         for token in stops:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in stops))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest("logit_bias", self.logit_bias, "a mapping from token id to value")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():
@@ -94,6 +99,8 @@ class SamplingParams:
             _real(f"logit_bias[{token}]", bias, -math.inf, 1e9)
         frozen = MappingProxyType({int(token): float(bias) for token, bias in self.logit_bias.items()})
         object.__setattr__(self, "logit_bias", frozen)
+        if not isinstance(self.ignore_stop, bool):
+            raise InvalidRequest("ignore_stop", self.ignore_stop, "True or False")
         if self.allowed_tokens is not None and not callable(self.allowed_tokens):
             raise InvalidRequest("allowed_tokens", self.allowed_tokens, "a callable or None")
 

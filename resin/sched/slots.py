@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from resin.plan import RowFlag
@@ -14,6 +16,12 @@ from resin.sched.request import Request
 ACCEPTED = np.array((1, 0, 0, 1, 1, 0), np.int32)
 COMMITTED = np.array((0, 1, 1, -1, -1, 1), np.int32)
 DISCARDED = np.array((0, 1, 0, -1, -1, 0), np.int32)
+
+
+# Columns travel as float32, where smaller values would vanish or blow up: a greedy row, the most likely token alone and
+# an overwhelming penalty are what they mean.
+MIN_TEMPERATURE = 1e-6
+_FLOORS = {"top_p": 1e-10, "repetition_penalty": 1e-30}
 
 
 class SlotTable:
@@ -75,7 +83,7 @@ class SlotTable:
         for name, value in (("top_k", params.top_k), ("seed_low", low), ("seed_high", high)):
             self.sampling[name][slot] = value
         for name in SEQUENCE_FLOATS:
-            self.sampling[name][slot] = getattr(params, name)
+            self.sampling[name][slot] = max(getattr(params, name), _FLOORS.get(name, -math.inf))
 
     def give_back(self, request: Request) -> None:
         self.requests[request.slot] = None
@@ -86,7 +94,7 @@ class SlotTable:
 def _static_flags(request: Request) -> int:
     params = request.params
     flags = RowFlag(0)
-    if params.temperature > 0:
+    if params.temperature >= MIN_TEMPERATURE:
         flags |= RowFlag.SAMPLE
         if params.top_k or params.top_p < 1 or params.min_p > 0:
             flags |= RowFlag.TRUNCATE
