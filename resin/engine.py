@@ -7,6 +7,7 @@ may be retried; whatever fails after it quarantines the engine.
 from __future__ import annotations
 
 import heapq
+import math
 import secrets
 import time
 from collections import deque
@@ -34,7 +35,7 @@ from resin.plan.runner import runner_config
 from resin.record import PlanRecorder
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit
-from resin.sched.request import FinishReason, PromptLogprobs, Request, RequestState
+from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.scheduler import PlannedStep, Policy, Scheduler
 
 
@@ -74,6 +75,8 @@ class Engine:
         record: str | Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(runner, Runner):
+            raise InvalidRequest("runner", runner, "an object with forward(plan)")
         self.runner = runner
         self.config = config = runner_config(runner)
         self.context_length = config.max_context_tokens if context_length is None else context_length
@@ -94,6 +97,7 @@ class Engine:
         self._live = 0
         self._next_id = 0
         self._failure: BaseException | None = None
+        self._planning = False  # callbacks of requests run while planning, and must not come back here
 
     def __enter__(self) -> Engine:
         return self
@@ -103,14 +107,17 @@ class Engine:
 
     def close(self) -> None:
         """Cancels what still runs, collects what is in flight and closes the recording; safe to call twice."""
-        if self._failure is None:
-            for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
-                self._finish(request, FinishReason.CANCELLED)
-            while self._in_flight and self._failure is None:
-                self._commit_oldest()
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        self._refuse_reentry()
+        try:
+            if self._failure is None:
+                for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
+                    self._finish(request, FinishReason.CANCELLED)
+                while self._in_flight:
+                    self._commit_oldest()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+                self._recorder = None
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -137,16 +144,20 @@ class Engine:
             EngineFailed: the engine is quarantined.
         """
         self._check_usable()
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest("sampling_params", params, "a SamplingParams or None")
         prompt = self._check_prompt(token_ids)
         if self.config.vocab_size:
             params.check_vocab(self.config.vocab_size)
         elif params.allowed_tokens is not None:
             raise InvalidRequest("allowed_tokens", params.allowed_tokens, "None: the runner declares no vocab_size")
-        if not np.isfinite(priority):
+        if not math.isfinite(_real(priority)):
             raise InvalidRequest("priority", priority, "a finite number")
-        if deadline_s is not None and not deadline_s > 0:
+        if deadline_s is not None and not _real(deadline_s) > 0:
             raise InvalidRequest("deadline_s", deadline_s, "more than 0 seconds")
+        if not isinstance(cache_salt, str):
+            raise InvalidRequest("cache_salt", cache_salt, "a string")
         now = self._clock()
         request = Request(
             id=self._next_id,
@@ -166,7 +177,7 @@ class Engine:
         self._next_id += 1
         self._live += 1
         if request.deadline_at_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_at_s, request.id, request))
+            self._note_deadline(request.deadline_at_s, request)
         self.scheduler.submit(request)
         if self.metrics is not None:
             self.metrics.on_submit(request)
@@ -174,6 +185,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request at any moment; its FinishedEvent comes with the next step. Ended requests are left alone."""
+        self._refuse_reentry()
         if not request.is_finished and self._failure is None:
             self._finish(request, FinishReason.CANCELLED)
 
@@ -208,7 +220,11 @@ class Engine:
     def _plan(self) -> PlannedStep | None:
         started = time.perf_counter()
         while True:
-            planned = self.scheduler.plan_next(in_flight=bool(self._in_flight))
+            self._planning = True
+            try:
+                planned = self.scheduler.plan_next(in_flight=bool(self._in_flight))
+            finally:
+                self._planning = False
             if not self.scheduler.failures:
                 break
             # A request's own callback raised: end that request alone, and plan again without it.
@@ -220,7 +236,7 @@ class Engine:
         if planned is None and self._live and not self._in_flight:
             raise self._quarantine(AssertionError("nothing can be planned although requests are live"))
         if self.metrics is not None and planned is not None:
-            self.metrics.on_plan(planned.plan, time.perf_counter() - started)
+            self.metrics.on_plan(time.perf_counter() - started)
         return planned
 
     def _accept(self, planned: PlannedStep) -> None:
@@ -243,7 +259,7 @@ class Engine:
             raise self._quarantine(error) from error
         self._in_flight.append((planned, handle))
         if self.metrics is not None:
-            self.metrics.on_dispatch(time.perf_counter() - started)
+            self.metrics.on_dispatch(planned.plan, time.perf_counter() - started)
 
     def _commit_oldest(self) -> None:
         planned, handle = self._in_flight.popleft()
@@ -281,15 +297,22 @@ class Engine:
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+        if request.finish_reason is not None:
+            return
         if not request.is_finished:
             self.scheduler.finish(request)
-        request.state = RequestState.FINISHED
         request.finish_reason, request.error = reason, error
         request.finished_s = self._clock()
         self._live -= 1
         self._events.append(FinishedEvent(request, reason))
         if self.metrics is not None:
             self.metrics.on_finish(request)
+
+    def _note_deadline(self, at_s: float, request: Request) -> None:
+        if len(self._deadlines) > 2 * self._live + 64:  # mostly those of requests that ended long before
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (at_s, request.id, request))
 
     def _expire_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -300,13 +323,17 @@ class Engine:
     def _quarantine(self, error: BaseException) -> EngineFailed:
         """Stops for good: every live request ends with the error, and no page is ever handed out again."""
         self._failure = error
-        for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
-            request.state = RequestState.FINISHED  # keeps its slot and pages: what they hold is unknown
+        for request in self.scheduler.abandon():
             self._finish(request, FinishReason.ERROR, error)
         self._in_flight.clear()
         return EngineFailed(f"the engine is quarantined after {type(error).__name__}: {error}")
 
+    def _refuse_reentry(self) -> None:
+        if self._planning:
+            raise RuntimeError("an allowed_tokens callback called the engine that runs it")
+
     def _check_usable(self) -> None:
+        self._refuse_reentry()
         if self._failure is not None:
             raise EngineFailed(f"the engine is quarantined after {self._failure!r}") from self._failure
 
@@ -346,7 +373,10 @@ class Engine:
                 raise InvalidRequest("buckets", phase.name, f"a bucket that holds {row_pages} pages of one sequence")
 
     def _check_prompt(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        array = np.asarray(token_ids)
+        try:
+            array = np.asarray(token_ids)
+        except ValueError:  # rows of different lengths
+            array = np.empty((0, 0))
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
             raise InvalidRequest("token_ids", token_ids, "a non-empty sequence of integers")
         top = self.config.vocab_size or 2**31
@@ -358,3 +388,13 @@ class Engine:
         prompt = array.astype(np.int32)
         prompt.flags.writeable = False
         return prompt
+
+
+def _real(value: object) -> float:
+    """The value as a float, NaN if it is no number."""
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

@@ -79,14 +79,14 @@ class EngineMetrics:
     def on_submit(self, request: Request) -> None:
         self.submitted += 1
 
-    def on_plan(self, plan: BatchPlan, seconds: float) -> None:
+    def on_plan(self, seconds: float) -> None:
         self.host_s["plan"].observe(seconds)
+
+    def on_dispatch(self, plan: BatchPlan, seconds: float) -> None:
+        self.host_s["dispatch"].observe(seconds)
         self.plans[plan.phase] += 1
         self.live_tokens[plan.phase] += plan.num_tokens
         self.padded_tokens[plan.phase] += plan.bucket.tokens
-
-    def on_dispatch(self, seconds: float) -> None:
-        self.host_s["dispatch"].observe(seconds)
 
     def on_commit(self, seconds: float) -> None:
         self.host_s["commit"].observe(seconds)

@@ -86,7 +86,7 @@ class PrefixTrie:
         self.num_nodes = 0
 
     def root(self, salt: str) -> PrefixNode:
-        key = salt.encode()
+        key = _salt_key(salt)
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = PrefixNode(None, key, [])
@@ -94,7 +94,7 @@ class PrefixTrie:
 
     def walk(self, salt: str, raw: bytes, span_bytes: int, limit: int) -> list[PrefixNode]:
         """The nodes that hold the leading spans of `raw`, at most `limit`, nearest the root first."""
-        node = self._roots.get(salt.encode())
+        node = self._roots.get(_salt_key(salt))
         path: list[PrefixNode] = []
         if node is None:
             return path
@@ -211,6 +211,10 @@ class PrefixTrie:
         if not root.children and self._roots.get(root.key) is root:
             del self._roots[root.key]
             root.alive = False
+
+
+def _salt_key(salt: str) -> bytes:
+    return salt.encode("utf-8", "surrogatepass")  # JSON strings may hold lone surrogates
 
 
 class SeenPages:

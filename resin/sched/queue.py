@@ -26,6 +26,9 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         request.rank = request.submitted_s / self._aging_s - request.priority
         request.state = RequestState.QUEUED
+        if len(self._heap) > 2 * self._size + 64:  # mostly requests that were taken out
+            self._heap = [entry for entry in self._heap if entry[2].state is RequestState.QUEUED]
+            heapq.heapify(self._heap)
         heapq.heappush(self._heap, (request.rank, request.id, request))
         self._size += 1
 

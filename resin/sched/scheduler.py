@@ -112,6 +112,16 @@ class Scheduler:
         else:
             self._free(request)
 
+    def abandon(self) -> list[Request]:
+        """Ends every request; those that ran keep their slots and pages, as what these hold is unknown."""
+        requests = [*self.queue.waiting(), *self.running()]
+        for request in requests:
+            if request.state is RequestState.QUEUED:
+                self.queue.remove(request, RequestState.FINISHED)
+            request.state = RequestState.FINISHED
+        self.prefilling, self.decoding, self._cohort = [], [], None
+        return requests
+
     def _leave(self, request: Request) -> None:
         if request.state is RequestState.PREFILL:
             self.prefilling.remove(request)
@@ -181,7 +191,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Moves waiting requests into slots, best rank first, while their whole known sequence has room."""
-        while self._room_changed and self.table.free:
+        while self.table.free and (self._room_changed or not self.num_running):
             request = self.queue.peek()
             if request is None:
                 return
