@@ -203,6 +203,7 @@ class Declaration:
         assembly: how they combine.
         init: distribution of dummy values.
         flops_per_token: multiply-adds a token times two; 0 for lookups and norms.
+        token_share: share of the weight that one token reads: 1, a row of a table, k of E experts.
     """
 
     shape: tuple[int, ...]
@@ -212,11 +213,16 @@ class Declaration:
     assembly: Assembly
     init: Init
     flops_per_token: int
+    token_share: float = 1.0
 
     @property
     def nbytes(self) -> int:
         """Bytes over all devices, each cut counted once."""
         return int(np.prod(self.shape)) * jax.dtypes.canonicalize_dtype(self.dtype).itemsize
+
+    def touched_nbytes(self, tokens: int) -> float:
+        """Bytes that a step of so many tokens is expected to read, each counted once, if tokens choose at random."""
+        return self.nbytes * (1 - (1 - self.token_share) ** tokens)
 
 
 class Weight(nnx.Param):
@@ -235,6 +241,7 @@ def declare(
     init: Init | None = None,
     dtype: str | None = None,
     flops_per_token: int | None = None,
+    token_share: float = 1.0,
 ) -> Weight:
     """Declares one weight.
 
@@ -248,6 +255,7 @@ def declare(
         dtype: None takes the placement's.
         flops_per_token: None counts two for each number of a matrix; weights that are only indexed, or of which a
             token uses a part, say what they cost.
+        token_share: share of the weight that one token reads.
     """
     shape = tuple(shape)
     matrix = len(shape) >= 2
@@ -263,5 +271,6 @@ def declare(
         assembly=assembly or Same(),
         init=init,
         flops_per_token=flops_per_token,
+        token_share=token_share,
     )
     return Weight(jax.ShapeDtypeStruct(shape, declaration.dtype), declaration=declaration)

@@ -50,6 +50,11 @@ class ExpertSizes:
     hidden: int
     width: int
 
+    @property
+    def token_share(self) -> float:
+        """Share of the experts that one token reads."""
+        return self.top_k / self.experts
+
     def flops(self, inner: int, outer: int) -> int:
         """Operations a token of one `[inner, outer]` matrix an expert."""
         return 2 * self.top_k * inner * outer
@@ -74,6 +79,7 @@ class ExpertMatrix(nnx.Module):
             assembly=assembly,
             partition=("tp", None, None),
             flops_per_token=sizes.flops(*shape),
+            token_share=sizes.token_share,
         )
 
     def product(self, expert: jax.Array, x: jax.Array) -> jax.Array:
@@ -100,6 +106,7 @@ class PackedExpertMatrix(nnx.Module):
             dtype="uint8",
             init=Init(mean=127.5, std=74.0),
             flops_per_token=sizes.flops(*shape),
+            token_share=sizes.token_share,
         )
         self.scales = declare(
             (sizes.experts, outer, groups),
@@ -110,6 +117,7 @@ class PackedExpertMatrix(nnx.Module):
             dtype="uint8",
             init=Init(mean=127 - math.log2(E2M1_STD * inner**0.5), std=0.7),
             flops_per_token=0,
+            token_share=sizes.token_share,
         )
 
     def product(self, expert: jax.Array, x: jax.Array) -> jax.Array:
@@ -152,6 +160,7 @@ class MixtureOfExperts(nnx.Module):
                 partition=("tp", None),
                 init=BIAS,
                 flops_per_token=0,
+                token_share=sizes.token_share,
             )
             if biases is not None
             else None
@@ -164,6 +173,7 @@ class MixtureOfExperts(nnx.Module):
                 partition=("tp", None),
                 init=BIAS,
                 flops_per_token=0,
+                token_share=sizes.token_share,
             )
             if biases is not None
             else None

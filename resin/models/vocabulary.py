@@ -57,6 +57,7 @@ class Vocabulary(nnx.Module):
                 partition=(axis, None),
                 init=Init(std=1.0),
                 flops_per_token=0,
+                token_share=1 / vocab_size,
             )
         )
 
