@@ -1,0 +1,277 @@
+"""Mixture-of-experts feed-forward in bfloat16: out[t] = sum_k weight[t, k] * down_e(act(gate_e x[t]) * up_e x[t]).
+
+Two grouped products (gate and up with the activation; down with the routing weight) around one array of
+(token, choice) pairs, then a sum over the choices: three kernels beside the router's. T tokens, E experts, k choices a
+token, P = T * k pairs. Only experts that some token chose are read.
+
+Few pairs (decode): grid (column blocks, min(P, E)). A program takes the expert of its slot, finds that expert's pairs
+by scanning all P ids in registers, and stops if an earlier slot has the same expert: no sort, no lists in memory.
+Many pairs (prefill): pairs are sorted by expert outside and cut into row tiles of one expert each; grid (column blocks,
+tiles).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from resin.pallas_kernels.dense_small import Gate, activate
+from resin.pallas_kernels.tiles import tile_dot
+
+SCAN_PAIRS = 512  # above it a 16 x P comparison no longer fits the registers
+NOWHERE = 2**31 - 1  # index of what must not be stored; such lanes are masked
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTiles:
+    """Rows, columns and inner values a tile, warps and pipeline depth."""
+
+    rows: int
+    block_columns: int
+    block_inner: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+SCAN_TILES = GroupedTiles(16, 32, 128)
+SCAN_TILES_DOWN = GroupedTiles(16, 64, 128)
+SORTED_TILES = GroupedTiles(128, 64, 64, num_warps=4, num_stages=3)
+SORTED_TILES_DOWN = GroupedTiles(128, 128, 64, num_warps=8, num_stages=3)
+
+
+class SortedPairs(NamedTuple):
+    """Pairs by expert and their row tiles; entries past `count` are padding."""
+
+    pairs: jax.Array  # int32 [P]
+    count: jax.Array  # int32 [1], live tiles
+    expert: jax.Array  # int32 [tiles]
+    start: jax.Array  # int32 [tiles], first place in `pairs`
+    end: jax.Array  # int32 [tiles], end of the expert's places
+
+
+def expert_ffn(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    gate: Gate = "silu",
+    interpret: bool = False,
+) -> jax.Array:
+    """The chosen experts' gated feed-forward of every token, weighted and added up.
+
+    Args:
+        x: `[T, D]`.
+        expert_ids: int32 `[T, k]`, distinct within a token.
+        expert_weights: float32 `[T, k]`.
+        gate_up: `[E, D, 2 F]`, gate columns then up columns.
+        down: `[E, F, D]`.
+        gate: activation of the gate half.
+        interpret: run the kernel bodies in Pallas' interpreter.
+
+    Returns:
+        `[T, D]` in x's dtype.
+    """
+    tokens, choices = expert_ids.shape
+    pairs = tokens * choices
+    ids, weights = expert_ids.reshape(pairs), expert_weights.reshape(pairs).astype(jnp.float32)
+    scan = pairs <= SCAN_PAIRS
+    first, second = (SCAN_TILES, SCAN_TILES_DOWN) if scan else (SORTED_TILES, SORTED_TILES_DOWN)
+    inner = grouped_product(x, gate_up, ids, choices, first, gate=gate, interpret=interpret)
+    out = grouped_product(inner, down, ids, 1, second, scale=weights, interpret=interpret)
+    return out.reshape(tokens, choices, -1).sum(axis=1, dtype=jnp.float32).astype(x.dtype)
+
+
+def grouped_product(
+    x: jax.Array,
+    weight: jax.Array,
+    ids: jax.Array,
+    pairs_per_row: int,
+    tiles: GroupedTiles,
+    *,
+    gate: Gate | None = None,
+    scale: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`out[p] = f(x[p // pairs_per_row] @ weight[ids[p]])` for every pair.
+
+    Args:
+        x: `[P / pairs_per_row, K]`.
+        weight: `[E, K, N]` in x's dtype; with `gate`, gate columns then up columns.
+        ids: int32 `[P]`, expert of each pair.
+        pairs_per_row: consecutive pairs that share a row of x.
+        tiles: how the work is cut; more than 16 rows sort the pairs first.
+        gate: the result is `activation(gate) * up`.
+        scale: float32 `[P]` factor of each result.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        `[P, N]` or, gated, `[P, N / 2]`, in x's dtype.
+    """
+    experts, inner, columns = weight.shape
+    spec = _Spec(
+        pairs=ids.shape[0],
+        experts=experts,
+        inner=inner,
+        columns=columns // 2 if gate else columns,
+        pairs_per_row=pairs_per_row,
+        gate=gate,
+        has_scale=scale is not None,
+        tiles=tiles,
+        scan=ids.shape[0] <= SCAN_PAIRS,
+        interpret=interpret,
+    )
+    lists = (ids,) if spec.scan else tuple(sort_pairs(ids, experts, tiles.rows))
+    return _call(spec, x, weight, lists, scale)
+
+
+def sort_pairs(ids: jax.Array, experts: int, tile_rows: int) -> SortedPairs:
+    """Sorts pairs by expert (stable) and cuts each expert's share into tiles."""
+    pairs = ids.shape[0]
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    index = jnp.arange(experts, dtype=jnp.int32)
+    counts = jnp.sum(ids[:, None] == index[None, :], axis=0, dtype=jnp.int32)
+    place_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    tile_ends = jnp.cumsum(-(-counts // tile_rows), dtype=jnp.int32)
+    tile = jnp.arange(pairs // tile_rows + min(experts, pairs), dtype=jnp.int32)
+    expert = jnp.minimum(jnp.sum(tile[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32), experts - 1)
+    first_tile = tile_ends[expert] - -(-counts[expert] // tile_rows)
+    start = place_ends[expert] - counts[expert] + (tile - first_tile) * tile_rows
+    return SortedPairs(order, tile_ends[-1:], expert, start, place_ends[expert])
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Everything static about one call."""
+
+    pairs: int
+    experts: int
+    inner: int
+    columns: int
+    pairs_per_row: int
+    gate: Gate | None
+    has_scale: bool
+    tiles: GroupedTiles
+    scan: bool
+    interpret: bool
+
+    @property
+    def by_slot(self) -> bool:
+        """Scan: a program a pair rather than an expert."""
+        return self.pairs < self.experts
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(spec: _Spec, x, weight, lists, scale):
+    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
+    inputs = [x, weight, *lists, *([] if scale is None else [scale])]
+    programs = min(spec.pairs, spec.experts) if spec.scan else lists[2].shape[0]
+    return pl.pallas_call(
+        functools.partial(_scan_kernel if spec.scan else _sorted_kernel, spec=spec),
+        grid=(-(-spec.columns // spec.tiles.block_columns), programs),
+        out_shape=jax.ShapeDtypeStruct((spec.pairs, spec.columns), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
+        interpret=spec.interpret,
+        name="grouped_product",
+    )(*inputs)
+
+
+def _scan_kernel(x_ref, weight_ref, ids_ref, *refs, spec: _Spec):
+    scale_ref = refs[0] if spec.has_scale else None
+    block, slot = pl.program_id(0), pl.program_id(1)
+    pair = jnp.arange(pl.next_power_of_2(spec.pairs), dtype=jnp.int32)
+    ids = plgpu.load(ids_ref.at[pair], mask=pair < spec.pairs, other=-1)
+    expert = ids_ref[slot] if spec.by_slot else slot
+    mine = ids == expert
+    count = jnp.sum(mine.astype(jnp.int32))
+    leads = jnp.min(jnp.where(mine, pair, NOWHERE)) == slot if spec.by_slot else count > 0
+    rank = jnp.cumsum(mine.astype(jnp.int32)) - 1
+    rank = jnp.where(mine, rank, -1)
+
+    @pl.when(leads)
+    def _():
+        def tile(index, _):
+            wanted = index * spec.tiles.rows + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
+            found = jnp.sum(jnp.where(rank[None, :] == wanted[:, None], pair[None, :], 0), axis=1)
+            _product(x_ref, weight_ref, scale_ref, refs[-1], expert, found, wanted < count, block, spec)
+            return _
+
+        lax.fori_loop(0, pl.cdiv(count, spec.tiles.rows), tile, 0)
+
+
+def _sorted_kernel(x_ref, weight_ref, pairs_ref, count_ref, expert_ref, start_ref, end_ref, *refs, spec: _Spec):
+    scale_ref = refs[0] if spec.has_scale else None
+    block, tile = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(tile < count_ref[0])
+    def _():
+        place = start_ref[tile] + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
+        live = place < end_ref[tile]
+        pair = plgpu.load(pairs_ref.at[place], mask=live, other=0)
+        _product(x_ref, weight_ref, scale_ref, refs[-1], expert_ref[tile], pair, live, block, spec)
+
+
+def _product(x_ref, weight_ref, scale_ref, out_ref, expert, pair, live, block, spec: _Spec) -> None:
+    """One row tile times one column block of an expert's weight, to the rows `pair` of the result."""
+    tiles = spec.tiles
+    column = block * tiles.block_columns + jnp.arange(tiles.block_columns, dtype=jnp.int32)
+    row = pair // spec.pairs_per_row
+    parts = 2 if spec.gate else 1
+    whole = spec.inner % tiles.block_inner == 0
+    exact = whole and spec.columns % tiles.block_columns == 0
+
+    def step(index, sums):
+        inner = index * tiles.block_inner + jnp.arange(tiles.block_inner, dtype=jnp.int32)
+        held = inner < spec.inner
+        x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=live[:, None] & held[None, :], other=0)
+        mask = None if exact else held[:, None] & (column < spec.columns)[None, :]
+        other = None if exact else 0
+        starts = [part * spec.columns for part in range(parts)]
+        loaded = [
+            plgpu.load(weight_ref.at[expert, inner[:, None], start + column[None, :]], mask=mask, other=other)
+            for start in starts
+        ]
+        return tuple(total + tile_dot(x, weight) for total, weight in zip(sums, loaded, strict=True))
+
+    zeros = tuple(jnp.zeros((tiles.rows, tiles.block_columns), jnp.float32) for _ in range(parts))
+    sums = lax.fori_loop(0, -(-spec.inner // tiles.block_inner), step, zeros)
+    out = sums[0] if spec.gate is None else activate(spec.gate, sums[0]) * sums[1]
+    if scale_ref is not None:
+        out = out * plgpu.load(scale_ref.at[pair], mask=live, other=0.0)[:, None]
+    place = jnp.where(live, pair, NOWHERE)
+    inside = live[:, None] & (column < spec.columns)[None, :]
+    plgpu.store(out_ref.at[place[:, None], column[None, :]], out.astype(out_ref.dtype), mask=inside)
+
+
+def expert_ffn_ref(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    gate: Gate = "silu",
+) -> jax.Array:
+    """The same in plain XLA: every expert over every token, masked by its weight. Arguments as in `expert_ffn`."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    experts = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
+    share = jnp.sum(jnp.where(expert_ids[None] == experts[:, None, None], expert_weights[None], 0.0), axis=2)
+
+    def add_expert(total: jax.Array, values: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        first, second, weight = values
+        joined = jnp.dot(x, first, precision=exact, preferred_element_type=jnp.float32)
+        left, right = jnp.split(joined, 2, axis=-1)
+        inner = (activate(gate, left) * right).astype(x.dtype)
+        out = jnp.dot(inner, second, precision=exact, preferred_element_type=jnp.float32)
+        return total + weight[:, None] * out, None
+
+    total, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), (gate_up, down, share))
+    return total.astype(x.dtype)
