@@ -14,8 +14,11 @@ from aiohttp import web
 
 from serve.endpoints.chat import create_chat_completion
 from serve.endpoints.completions import create_completion
+from serve.endpoints.messages import count_tokens, create_message
+from serve.endpoints.responses import create_response, delete_response, get_response
 from serve.endpoints.status import get_health, get_metrics, get_model, list_models
-from serve.errors import ApiError, failed, openai_body
+from serve.endpoints.tokens import detokenize, tokenize
+from serve.errors import ApiError, anthropic_body, failed, openai_body
 from serve.replies import json_response
 from serve.service import SERVICE, Service, service_of
 
@@ -37,6 +40,13 @@ def build_app(service: Service) -> web.Application:
     app.on_response_prepare.append(_add_request_id)
     app.router.add_post("/v1/chat/completions", create_chat_completion)
     app.router.add_post("/v1/completions", create_completion)
+    app.router.add_post("/v1/responses", create_response)
+    app.router.add_get("/v1/responses/{id}", get_response)
+    app.router.add_delete("/v1/responses/{id}", delete_response)
+    app.router.add_post("/v1/messages", create_message)
+    app.router.add_post("/v1/messages/count_tokens", count_tokens)
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", get_model)
     app.router.add_get("/health", get_health)
@@ -94,20 +104,23 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ApiError as error:
-        return _error_response(error)
+        return _error_response(request, error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _error_response(ApiError(error.status, error.reason, code=error.reason.lower().replace(" ", "_")))
+        return _error_response(
+            request, ApiError(error.status, error.reason, code=error.reason.lower().replace(" ", "_"))
+        )
     except ConnectionResetError:
         raise
     except Exception:
         _LOG.exception("request %s failed", request[REQUEST_ID])
-        return _error_response(failed("internal error"))
+        return _error_response(request, failed("internal error"))
 
 
-def _error_response(error: ApiError) -> web.Response:
-    return json_response(openai_body(error), status=error.status, headers=error.headers)
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    body = anthropic_body(error) if request.path.startswith("/v1/messages") else openai_body(error)
+    return json_response(body, status=error.status, headers=error.headers)
 
 
 @web.middleware

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from resin.recipes import Parser, ReasoningDelta, TextDelta, ToolCallDelta
 from serve.commands.loading import LoadedModel
 from serve.errors import ApiError, from_invalid_request, openai_body
 from serve.generation import Ending, Generation, PlainParser, Update
-from serve.replies import template_options
+from serve.planning import reasoning_options
 from serve.schemas.body import decode_body
 from serve.schemas.chat import to_messages, to_tools
 from serve.schemas.offline import OfflineRequest
@@ -128,7 +129,8 @@ class OfflineRun:
             if loaded.recipe is None:
                 raise ApiError(400, "messages: this model has no conversation format", param="messages")
             tools = to_tools(body.tools)
-            options = template_options(body.reasoning_effort, body.chat_template_kwargs)
+            options: dict[str, Any] = {"current_date": date.today().isoformat()}
+            options |= reasoning_options(body.reasoning_effort, body.chat_template_kwargs)
             prompt_ids = loaded.recipe.render(to_messages(body.messages), tools, **options)
             stops = loaded.recipe.stop_token_ids
             parser = loaded.recipe.create_parser(prompt_ids, tools=tools)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import date
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,14 +51,3 @@ def usage_of(session: Session) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
-
-
-def template_options(reasoning_effort: str | None, extra: dict[str, Any] | None) -> dict[str, Any]:
-    """What a request says about rendering, in the recipes' words."""
-    options: dict[str, Any] = {"current_date": date.today().isoformat()}
-    if reasoning_effort is not None:
-        options["reasoning_effort"] = reasoning_effort
-        if reasoning_effort in ("none", "minimal"):
-            options["enable_thinking"] = False
-    reserved = ("messages", "tools", "add_generation_prompt")
-    return options | {key: value for key, value in (extra or {}).items() if key not in reserved}

@@ -19,6 +19,7 @@ from serve.config import ServerConfig
 from serve.errors import ApiError, from_invalid_request, invalid, overloaded, unavailable
 from serve.generation import Generation
 from serve.http_metrics import HttpMetrics
+from serve.response_store import ResponseStore
 from serve.session import Session
 from serve.structured import GrammarCompiler, write_grammar
 
@@ -57,6 +58,7 @@ class Service:
         self.metrics = metrics
         self.created_s = int(time.time())
         self.is_draining = False
+        self.responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
         self._tokenizer = tokenizer
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = asyncio.Lock()
@@ -90,11 +92,11 @@ class Service:
         except InvalidRequest as error:
             raise from_invalid_request(error) from error
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a raw prompt; control tokens that it spells count as such."""
         if len(text) <= LONG_TEXT_CHARACTERS:
-            return self.tokenizer.encode(text, add_special=True)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=True)
+            return self.tokenizer.encode(text, add_special=add_special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
 
     async def masks(
         self, goal: Goal | None, prompt_ids: Sequence[int], count: int, param: str

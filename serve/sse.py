@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,19 +25,20 @@ class EventStream:
     def has_started(self) -> bool:
         return self._response is not None
 
-    async def send(self, data: Any, *, event: str | None = None) -> None:
-        """Sends one event with JSON data.
+    async def send(self, items: Sequence[dict[str, Any]]) -> None:
+        """Sends JSON objects in one write.
 
         Raises:
             ConnectionResetError: the client is gone.
         """
-        head = b"event: " + event.encode() + b"\n" if event else b""
-        await self._write(head + b"data: " + _ENCODER.encode(data) + b"\n\n")
-
-    async def send_many(self, items: list[Any]) -> None:
-        """Sends several events in one write."""
         if items:
             await self._write(b"".join(b"data: " + _ENCODER.encode(item) + b"\n\n" for item in items))
+
+    async def send_named(self, items: Sequence[dict[str, Any]]) -> None:
+        """The same, each under the name that is its `type`."""
+        if items:
+            lines = ((item["type"].encode(), _ENCODER.encode(item)) for item in items)
+            await self._write(b"".join(b"event: " + name + b"\ndata: " + data + b"\n\n" for name, data in lines))
 
     async def close(self, last: bytes = b"") -> web.StreamResponse:
         """Sends the last bytes and ends the response."""

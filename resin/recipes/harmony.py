@@ -23,6 +23,9 @@ class HarmonyRecipe:
 
     Options: `reasoning_effort` ("low", "medium" or "high"; medium if not given), `current_date` (text of the date
     line; no line without it). Reasoning is replayed only after the last final answer, where a tool loop is open.
+
+    Attributes:
+        answer_opening_ids: what stands between a rendered prompt and the text of an answer that is given in part.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -33,6 +36,8 @@ class HarmonyRecipe:
         if end_of_text is not None:
             self._ids["endoftext"] = end_of_text
         self._plain = PlainText(tokenizer, tokens)
+        opening = Script(self._plain).control(self._ids["channel"]).text("final").control(self._ids["message"])
+        self.answer_opening_ids = tuple(opening.ids())
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

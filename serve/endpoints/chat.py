@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,14 +9,14 @@ from typing import Any
 
 from aiohttp import web
 
-from resin.recipes import Delta, Goal, Parser, ReasoningDelta, TextDelta, Tokenizer, Tool
+from resin.recipes import Delta, ReasoningDelta, TextDelta, Tokenizer
 from serve.errors import ApiError, invalid, openai_body
-from serve.generation import Ending, Generation, TokenLogprob, Update
+from serve.generation import Ending, TokenLogprob, Update
 from serve.logprobs import chat_logprobs
-from serve.replies import json_response, read_body, template_options, usage_of
+from serve.planning import Ask, ToolUse, plan_answer, reasoning_options
+from serve.replies import json_response, read_body, usage_of
 from serve.schemas.chat import ChatRequest, ToolChoice, to_messages, to_tools
-from serve.schemas.sampling import build_params
-from serve.service import Plan, Service, service_of
+from serve.service import Service, service_of
 from serve.session import Session
 from serve.sse import EventStream
 
@@ -34,7 +33,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, ChatRequest)
     service.check_model(body.model)
-    plans = await plan_choices(service, body)
+    plans = await plan_answer(service, ask_of(body))
     reply = _Reply(service, body)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
@@ -42,70 +41,31 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         return json_response(await reply.collect(session))
 
 
-async def plan_choices(service: Service, body: ChatRequest) -> list[Plan]:
-    """The prompt and policy of each choice.
+def ask_of(body: ChatRequest) -> Ask:
+    """The request in no API's own words.
 
     Raises:
-        ApiError: 400 naming the field at fault.
+        ApiError: content that is not text, or a response format without its schema.
     """
+    has_new_name = body.max_completion_tokens is not None
     tools = [] if body.tool_choice == "none" else to_tools(body.tools)
-    options = template_options(body.reasoning_effort, body.chat_template_kwargs)
-    prompt_ids = await service.render(to_messages(body.messages), tools, options)
-    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    limit = service.output_tokens(asked or None, len(prompt_ids), limit_name)
-    recipe = service.recipe
-    assert recipe is not None
-    count = service.choices(body.n)
-    goal, goal_param = goal_of(body, tools)
-    masks = await service.masks(goal, prompt_ids, count, goal_param)
-    params = build_params(
-        body,
-        max_output_tokens=limit,
-        stop_token_ids=recipe.stop_token_ids,
+    return Ask(
+        messages=to_messages(body.messages),
+        sampling=body,
+        max_tokens=body.max_completion_tokens if has_new_name else body.max_tokens,
+        names={"max_output_tokens": "max_completion_tokens" if has_new_name else "max_tokens"},
+        use=ToolUse(
+            tuple(tools),
+            required=body.tool_choice == "required",
+            only=body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None,
+            is_parallel=body.parallel_tool_calls is not False,
+            strict=any(tool.function.strict for tool in body.tools or []),
+        ),
+        schema=_schema_of(body),
+        options=reasoning_options(body.reasoning_effort, body.chat_template_kwargs),
+        stops=body.stop_strings(),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        names={"max_output_tokens": limit_name},
     )
-    return [
-        Plan(
-            prompt_ids,
-            dataclasses.replace(
-                params, seed=None if params.seed is None else params.seed + index, allowed_tokens=masks[index]
-            ),
-            Generation(
-                _create_parser(service, prompt_ids, tools),
-                stops=body.stop_strings(),
-                stop_token_ids=params.stop_token_ids,
-                wants_logprobs=bool(body.logprobs),
-            ),
-        )
-        for index in range(count)
-    ]
-
-
-def goal_of(body: ChatRequest, tools: Sequence[Tool]) -> tuple[Goal | None, str]:
-    """What the response is bound to, and which field says so.
-
-    Raises:
-        ApiError: a tool choice without such a tool, or a response format without its schema.
-    """
-    schema = _schema_of(body)
-    one_or_more = body.parallel_tool_calls is not False
-    if isinstance(body.tool_choice, ToolChoice):
-        name = body.tool_choice.function.name
-        chosen = tuple(tool for tool in tools if tool.name == name)
-        if not chosen:
-            raise invalid("tool_choice", f"tool_choice: there is no tool named {name!r}")
-        return Goal(tools=chosen, is_parallel=False), "tool_choice"
-    if body.tool_choice == "required":
-        if not tools:
-            raise invalid("tool_choice", "tool_choice: 'required' needs tools")
-        return Goal(tools=tuple(tools), is_parallel=one_or_more), "tools"
-    if schema is not None:
-        return Goal(schema=schema, tools=tuple(tools), is_parallel=one_or_more), "response_format"
-    if tools and (not one_or_more or any(tool.function.strict for tool in body.tools or [])):
-        return Goal(tools=tuple(tools), is_parallel=one_or_more, allows_text=True), "tools"
-    return None, ""
 
 
 def _schema_of(body: ChatRequest) -> dict[str, Any] | None:
@@ -117,11 +77,6 @@ def _schema_of(body: ChatRequest) -> dict[str, Any] | None:
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise invalid("response_format.json_schema.schema", "response_format: json_schema needs a schema")
     return wanted.json_schema.schema
-
-
-def _create_parser(service: Service, prompt_ids: Sequence[int], tools: Sequence[Tool]) -> Parser:
-    assert service.recipe is not None
-    return service.recipe.create_parser(prompt_ids, tools=tools)
 
 
 class _Reply:
@@ -218,11 +173,11 @@ async def _stream(request: web.Request, session: Session, reply: _Reply) -> web.
         async for choice, update in session.updates():
             chunks = reply.chunks_of(choice.index, update, is_first=choice.index not in started)
             started.add(choice.index)
-            await stream.send_many(chunks)
+            await stream.send(chunks)
         if reply.includes_usage:
-            await stream.send(reply.chunk([], usage_of(session)))
+            await stream.send([reply.chunk([], usage_of(session))])
     except ApiError as error:
         if not stream.has_started:
             raise
-        await stream.send(openai_body(error))
+        await stream.send([openai_body(error)])
     return await stream.close(b"data: [DONE]\n\n")

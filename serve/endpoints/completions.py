@@ -146,11 +146,11 @@ async def _stream(request: web.Request, session: Session, reply: _Reply) -> web.
         async for choice, update in session.updates():
             chunk = reply.body([reply.choice(choice, update, is_first=choice.index not in started)])
             started.add(choice.index)
-            await stream.send(chunk | ({"usage": None} if reply.includes_usage else {}))
+            await stream.send([chunk | ({"usage": None} if reply.includes_usage else {})])
         if reply.includes_usage:
-            await stream.send(reply.body([]) | {"usage": usage_of(session)})
+            await stream.send([reply.body([]) | {"usage": usage_of(session)}])
     except ApiError as error:
         if not stream.has_started:
             raise
-        await stream.send(openai_body(error))
+        await stream.send([openai_body(error)])
     return await stream.close(b"data: [DONE]\n\n")

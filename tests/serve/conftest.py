@@ -20,6 +20,7 @@ def server() -> Iterator[HttpServer]:
     runner = ScriptedRunner()
     runner.answer("[think]", "<think>\nLet me see.\n</think>\n\nForty-two.")
     runner.answer("[call]", "Looking." + CALL)
+    runner.answer("[think and call]", "<think>\nHm.\n</think>\n\nWait." + CALL)
     runner.answer("[calls]", CALL + "\n" + CALL)
     runner.answer("[words]", WORDS)
     runner.answer("[start a call]", "<tool_call>")

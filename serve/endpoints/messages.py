@@ -1,0 +1,188 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+
+from resin.recipes import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from serve.errors import ApiError, anthropic_body
+from serve.generation import Ending, Update
+from serve.planning import Ask, ToolUse, plan_answer
+from serve.replies import json_response, read_body
+from serve.schemas.messages import CountRequest, MessagesRequest, to_messages, to_tools
+from serve.schemas.sampling import SamplingFields
+from serve.service import service_of
+from serve.session import Session
+from serve.sse import EventStream
+
+_STOP_REASONS = {
+    Ending.STOP: "end_turn",
+    Ending.STOP_STRING: "stop_sequence",
+    Ending.LENGTH: "max_tokens",
+    Ending.TOOL_CALLS: "tool_use",
+}
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation, streaming or not."""
+    service = service_of(request)
+    body = await read_body(request, MessagesRequest)
+    service.check_model(body.model)
+    plans = await plan_answer(service, _ask_of(body))
+    builder = _MessageBuilder(service.model)
+    with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
+        if body.stream:
+            return await _stream(request, session, builder)
+        async for _, update in session.updates():
+            for _event in builder.add(update):
+                pass
+            if update.ending is not None:
+                builder.finish(update.ending, session)
+        return json_response(builder.message)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of such a request has."""
+    service = service_of(request)
+    body = await read_body(request, CountRequest)
+    service.check_model(body.model)
+    prompt_ids = await service.render(to_messages(body), to_tools(body), _options(body))
+    return json_response({"input_tokens": len(prompt_ids)})
+
+
+def _options(body: CountRequest) -> dict[str, Any]:
+    """Thinking is off unless asked for, as in the original."""
+    return {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
+
+
+def _ask_of(body: MessagesRequest) -> Ask:
+    choice = body.tool_choice
+    if choice is not None and choice.type == "tool" and not choice.name:
+        raise ApiError(400, "tool_choice.name: the type 'tool' needs a name", param="tool_choice.name")
+    sampling = SamplingFields(
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, seed=body.seed, stop=body.stop_sequences
+    )
+    return Ask(
+        messages=to_messages(body),
+        sampling=sampling,
+        max_tokens=body.max_tokens,
+        names={"max_output_tokens": "max_tokens"},
+        use=ToolUse(
+            tuple(to_tools(body)),
+            required=choice is not None and choice.type == "any",
+            only=choice.name if choice is not None and choice.type == "tool" else None,
+            is_parallel=not (choice is not None and choice.disable_parallel_tool_use),
+            strict=any(tool.strict for tool in body.tools or []),
+        ),
+        options=_options(body),
+        stops=sampling.stop_strings(),
+        continues_last=True,
+    )
+
+
+class _MessageBuilder:
+    """Grows `message`; `add` yields the stream's events for an update."""
+
+    def __init__(self, model: str) -> None:
+        self.message: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        self._is_open = False
+
+    def start(self, session: Session) -> dict[str, Any]:
+        """The event that opens the stream."""
+        self.message["usage"] = _usage(session)
+        return {"type": "message_start", "message": self.message | {"content": []}}
+
+    def add(self, update: Update) -> Iterator[dict[str, Any]]:
+        for delta in update.deltas:
+            yield from self._add_delta(delta)
+
+    def finish(self, ending: Ending, session: Session) -> list[dict[str, Any]]:
+        """The events that end the stream."""
+        self.message["stop_reason"] = _STOP_REASONS[ending]
+        self.message["stop_sequence"] = session.choices[0].generation.stop_string
+        self.message["usage"] = _usage(session)
+        delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+        return [
+            *self._close(),
+            {"type": "message_delta", "delta": delta, "usage": self.message["usage"]},
+            {"type": "message_stop"},
+        ]
+
+    def _add_delta(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        if isinstance(delta, TextDelta):
+            yield from self._open({"type": "text", "text": ""})
+            self.message["content"][-1]["text"] += delta.text
+            yield self._delta({"type": "text_delta", "text": delta.text})
+        elif isinstance(delta, ReasoningDelta):
+            yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
+            self.message["content"][-1]["thinking"] += delta.text
+            yield self._delta({"type": "thinking_delta", "thinking": delta.text})
+        else:
+            yield from self._add_call(delta)
+
+    def _add_call(self, delta: ToolCallDelta) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        yield from self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+        self.message["content"][-1]["input"] = json.loads(delta.arguments)
+        yield self._delta({"type": "input_json_delta", "partial_json": delta.arguments})
+        yield from self._close()
+
+    def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        content = self.message["content"]
+        if self._is_open and content[-1]["type"] == block["type"]:
+            return
+        yield from self._close()
+        content.append(block)
+        self._is_open = True
+        yield {"type": "content_block_start", "index": len(content) - 1, "content_block": dict(block)}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return [{"type": "content_block_stop", "index": len(self.message["content"]) - 1}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self.message["content"]) - 1, "delta": delta}
+
+
+def _usage(session: Session) -> dict[str, Any]:
+    (choice,) = session.choices
+    cached = choice.cached_tokens
+    return {
+        "input_tokens": session.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": choice.generation.completion_tokens,
+    }
+
+
+async def _stream(request: web.Request, session: Session, builder: _MessageBuilder) -> web.StreamResponse:
+    stream = EventStream(request, session)
+    try:
+        async for _, update in session.updates():
+            events = list(builder.add(update))
+            if not stream.has_started:
+                events.insert(0, builder.start(session))
+            if update.ending is not None:
+                events += builder.finish(update.ending, session)
+            await stream.send_named(events)
+    except ApiError as error:
+        if not stream.has_started:
+            raise
+        await stream.send_named([anthropic_body(error)])
+    return await stream.close()

@@ -1,0 +1,146 @@
+"""From a conversation request of any API to the choices that the engine generates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+from resin.recipes import Goal, Message, Role, Tool
+from resin.recipes.script import PlainText
+from serve.errors import invalid
+from serve.generation import Generation
+from serve.schemas.sampling import SamplingFields, build_params
+from serve.service import Plan, Service
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools may, must or must not be called.
+
+    Attributes:
+        tools: what the prompt offers.
+        required: at least one call.
+        only: the name of the one tool that has to be called.
+        is_parallel: several calls in one answer are fine.
+        strict: arguments must fit their schemas even where calling is free.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    required: bool = False
+    only: str | None = None
+    is_parallel: bool = True
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A conversation to be continued, in no API's own words.
+
+    Attributes:
+        messages: the turns.
+        sampling: temperature and the like, n, seed.
+        max_tokens: longest answer; None for what fits.
+        names: fields of SamplingParams -> what the API calls them; "max_output_tokens" must be among them.
+        use: tools.
+        schema: JSON Schema that the answer must fit, and `schema_param`, the field that asked for it.
+        options: for the recipe.
+        stops: stop strings.
+        logprobs: None for none, else how many alternatives.
+        continues_last: the last message is the beginning of the answer.
+    """
+
+    messages: Sequence[Message]
+    sampling: SamplingFields
+    max_tokens: int | None
+    names: Mapping[str, str]
+    use: ToolUse = ToolUse()
+    schema: Mapping[str, Any] | None = None
+    schema_param: str = "response_format"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stops: Sequence[str] = ()
+    logprobs: int | None = None
+    continues_last: bool = False
+
+
+async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
+    """The prompt and policy of each choice.
+
+    Raises:
+        ApiError: 400 naming the field at fault.
+    """
+    prompt_ids = await _render(service, ask)
+    recipe = service.recipe
+    assert recipe is not None
+    limit = service.output_tokens(ask.max_tokens or None, len(prompt_ids), ask.names["max_output_tokens"])
+    count = service.choices(ask.sampling.n)
+    goal, param = goal_of(ask)
+    masks = await service.masks(goal, prompt_ids, count, param)
+    params = build_params(
+        ask.sampling,
+        max_output_tokens=limit,
+        stop_token_ids=recipe.stop_token_ids,
+        logprobs=ask.logprobs,
+        names=dict(ask.names),
+    )
+    return [
+        Plan(
+            prompt_ids,
+            dataclasses.replace(
+                params, seed=None if params.seed is None else params.seed + index, allowed_tokens=masks[index]
+            ),
+            Generation(
+                recipe.create_parser(prompt_ids, tools=ask.use.tools),
+                stops=ask.stops,
+                stop_token_ids=params.stop_token_ids,
+                wants_logprobs=ask.logprobs is not None,
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+async def _render(service: Service, ask: Ask) -> list[int]:
+    options = {"current_date": date.today().isoformat(), **ask.options}
+    continued = ask.messages[-1] if ask.continues_last and ask.messages else None
+    if continued is None or continued.role is not Role.ASSISTANT:
+        return await service.render(ask.messages, ask.use.tools, options)
+    prompt_ids = await service.render(ask.messages[:-1], ask.use.tools, options)
+    opening: tuple[int, ...] = getattr(service.recipe, "answer_opening_ids", ())
+    return [*prompt_ids, *opening, *PlainText(service.tokenizer).encode(continued.text)]
+
+
+def goal_of(ask: Ask) -> tuple[Goal | None, str]:
+    """What the response is bound to, and which field says so.
+
+    Raises:
+        ApiError: a tool choice without such a tool.
+    """
+    use = ask.use
+    if use.only is not None:
+        chosen = tuple(tool for tool in use.tools if tool.name == use.only)
+        if not chosen:
+            raise invalid("tool_choice", f"tool_choice: there is no tool named {use.only!r}")
+        return Goal(tools=chosen, is_parallel=False), "tools"
+    if use.required:
+        if not use.tools:
+            raise invalid("tool_choice", "tool_choice: a call cannot be required without tools")
+        return Goal(tools=use.tools, is_parallel=use.is_parallel), "tools"
+    if ask.schema is not None:
+        return Goal(schema=ask.schema, tools=use.tools, is_parallel=use.is_parallel), ask.schema_param
+    if use.tools and (use.strict or not use.is_parallel):
+        return Goal(tools=use.tools, is_parallel=use.is_parallel, allows_text=True), "tools"
+    return None, ""
+
+
+def reasoning_options(effort: str | None, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """How much to think, in the recipes' words; `extra` goes through as it is."""
+    options: dict[str, Any] = {}
+    if effort is not None:
+        options["reasoning_effort"] = effort
+        if effort in ("none", "minimal"):
+            options["enable_thinking"] = False
+    reserved = ("self", "messages", "tools", "add_generation_prompt")
+    return options | {key: value for key, value in (extra or {}).items() if key not in reserved}
