@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from resin.models.families import find_model_class
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.registry import open_checkpoint, resolve
 from resin.models.weights import AbstractModel, Progress, dummy_weights, load_weights
-from resin.plan import InvalidRequest, RunnerConfig, plan_geometry
+from resin.plan import CacheGroup, InvalidRequest, RunnerConfig, StateGroup, plan_geometry
 from resin.recipes.tokenizer import load_tokenizer
 from resin.runtime.bucket_table import build_buckets, decode_sizes, prefill_sizes
 from resin.runtime.compile_cache import use_compile_cache
@@ -104,7 +105,7 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     decode = options.decode_sequences or decode_sizes(platform, options.max_sequences)
     prefill = options.prefill_tokens or prefill_sizes(platform, plan_tokens)
     arena_dtype = options.cache_dtype or defaults["cache_dtype"]
-    groups = model_class.cache_groups(config, placement)
+    groups = _space_checkpoints(model_class.cache_groups(config, placement), options.checkpoint_tokens)
     geometry = plan_geometry(groups, arena_dtype=arena_dtype, page_tokens=options.page_tokens)
     runner_config = RunnerConfig(
         vocab_size=config.vocab_size,
@@ -125,3 +126,12 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     )
     abstract = AbstractModel.of(model_class(config, placement))
     return StepSpec(abstract, runner_config, mesh, placement.dtype)
+
+
+def _space_checkpoints(groups: tuple[CacheGroup, ...], checkpoint_tokens: int | None) -> tuple[CacheGroup, ...]:
+    if checkpoint_tokens is None:
+        return groups
+    return tuple(
+        replace(group, checkpoint_tokens=checkpoint_tokens) if isinstance(group, StateGroup) else group
+        for group in groups
+    )

@@ -25,6 +25,7 @@ class RunnerOptions:
         prefill_tokens: padded token counts of the prefill buckets; None picks them up to max_plan_tokens.
         prefill_sequences: sequences that one prefill step packs at most.
         page_tokens: tokens a page; None searches for the least waste.
+        checkpoint_tokens: distance of the State checkpoints that the prefix cache keeps; None takes the model's own.
         cache_bytes: arena bytes a device; None takes 1 GiB on CPU and nine tenths of what is free on GPU.
         dummy: random weights instead of the checkpoint's.
         seed: of the random weights.
@@ -46,6 +47,7 @@ class RunnerOptions:
     prefill_tokens: tuple[int, ...] | None = None
     prefill_sequences: int = 16
     page_tokens: int | None = None
+    checkpoint_tokens: int | None = None
     cache_bytes: int | None = None
     dummy: bool = False
     seed: int = 0
@@ -65,6 +67,7 @@ class RunnerOptions:
             "max_context_tokens": 2,
             "max_plan_tokens": 1,
             "page_tokens": 1,
+            "checkpoint_tokens": 1,
             "cache_bytes": 1,
             "compile_threads": 1,
         }
