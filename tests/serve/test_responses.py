@@ -196,7 +196,7 @@ def test_the_store_is_bounded() -> None:
     for number in range(5):
         store.put({"id": f"r{number}"}, turns)
     assert [store.get(f"r{number}") is not None for number in range(5)] == [False, False, True, True, True]
-    store.put({"id": "large", "text": "y" * 850}, turns)
+    store.put({"id": "large", "text": "y" * 900}, turns)
     assert len(store) == 1 and store.get("large") is not None
     store.put({"id": "too large", "text": "y" * 2_000}, turns)
     assert len(store) == 0 and store.total_bytes == 0
