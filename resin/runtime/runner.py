@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resin.models.weights import Progress
+from resin.models.weights import AbstractModel, Progress
 from resin.plan import (
     ArenaSpec,
     BatchPlan,
@@ -91,6 +91,16 @@ class ModelRunner:
     def device(self) -> jax.Device:
         """The first device of the mesh."""
         return self._spec.mesh.devices.flat[0]
+
+    @property
+    def model(self) -> AbstractModel:
+        """Structure and declarations of the weights."""
+        return self._spec.model
+
+    @property
+    def weights(self) -> tuple[jax.Array, ...]:
+        """The flat weights, in the order of `model.declarations`."""
+        return self._weights
 
     def free_pages(self) -> int:
         """Pages that fit: what the options say, else a share of the memory that is free now."""
@@ -201,15 +211,30 @@ class ModelRunner:
         Raises:
             InvalidRequest: not bound.
         """
+        output = self.launch(plan)
+        for leaf in _wanted(plan, output):
+            leaf.copy_to_host_async()
+        return StepHandle(plan, output)
+
+    def launch(self, plan: BatchPlan) -> StepOutput:
+        """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
         program = self._program(plan.bucket)
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
                 self._slots = self._load_slot(*arguments)
         masks = plan.allowed_masks if plan.allowed_masks is not None else self._masks[plan.bucket.sequences]
         self._arena, self._slots, output = program(self._weights, self._arena, self._slots, plan.buffer, masks)
-        for leaf in _wanted(plan, output):
-            leaf.copy_to_host_async()
-        return StepHandle(plan, output)
+        return output
+
+    def executable(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The program of a bucket, for its text and its memory analysis."""
+        return self._program(bucket)
+
+    def replace_arena(self, change: Callable[[jax.Array], jax.Array]) -> None:
+        """Replaces the arena by what `change` makes of it, which should donate it: benchmarks fill it with noise."""
+        if self._arena is None:
+            self._allocate(self._bound_arena())
+        self._arena = change(self._arena)
 
     def collect(self, handle: StepHandle) -> ForwardOutput:
         """Waits for a plan's results."""
