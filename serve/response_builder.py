@@ -24,7 +24,7 @@ class ResponseBuilder:
         self._tokenizer = tokenizer
         self._sequence = 0
         self._item: dict[str, Any] | None = None  # the reasoning or message item that is open
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come out yet
 
     def start(self) -> list[Event]:
         """The two events that open every stream."""
@@ -33,11 +33,10 @@ class ResponseBuilder:
     def add(self, update: Update) -> list[Event]:
         """What an update adds."""
         events: list[Event] = []
-        logprobs: list[dict[str, Any]] = []
         if self._tokenizer is not None:
-            logprobs = chat_logprobs(update.logprobs, self._tokenizer)["content"]
+            self._logprobs += chat_logprobs(update.logprobs, self._tokenizer)["content"]
         for delta in update.deltas:
-            events += self._add_delta(delta, logprobs)
+            events += self._add_delta(delta)
         return events
 
     def finish(self, ending: Ending, usage: dict[str, Any]) -> list[Event]:
@@ -71,19 +70,18 @@ class ResponseBuilder:
                 blocks.append(ToolCall(item["call_id"], item["name"], item["arguments"]))
         return Message(Role.ASSISTANT, blocks)
 
-    def _add_delta(self, delta: Delta, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def _add_delta(self, delta: Delta) -> Iterator[Event]:
         if isinstance(delta, TextDelta):
             yield from self._open_item("message")
             part = self._part()
             part["text"] += delta.text
+            logprobs, self._logprobs = self._logprobs, []
             part["logprobs"] += logprobs
-            yield self._on_item(
-                "response.output_text.delta", delta=delta.text, logprobs=list(logprobs), content_index=0
-            )
-            logprobs.clear()  # they are told once
+            yield self._on_item("response.output_text.delta", delta=delta.text, logprobs=logprobs, content_index=0)
         elif isinstance(delta, ReasoningDelta):
             yield from self._open_item("reasoning")
             self._part()["text"] += delta.text
+            self._logprobs.clear()  # only those of the answer are reported
             yield self._on_item("response.reasoning_text.delta", delta=delta.text, content_index=0)
         else:
             yield from self._close_item()
@@ -126,6 +124,8 @@ class ResponseBuilder:
             return
         part = self._part()
         if self._item["type"] == "message":
+            part["logprobs"] += self._logprobs
+            self._logprobs = []
             yield self._on_item(
                 "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
             )
