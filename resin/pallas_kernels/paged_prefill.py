@@ -27,7 +27,7 @@ from resin.pallas_kernels.tiles import LOG2E, MASKED, exp2_affine, load_rows, ti
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
-REFERENCE_BLOCK_TOKENS = 256
+REFERENCE_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,10 +341,11 @@ def paged_prefill_attention_ref(
             seen = (positions[None, :] <= at[:, None]) & (positions[None, :] < end)
             if window is not None:
                 seen &= positions[None, :] > at[:, None] - window
-            seen = seen[None, None]
-            scores = jnp.where(seen, scores, MASKED)
+            # The barrier keeps the comparisons from being made again for every head. A row that has seen nothing yet
+            # gets weights of 1, which the first key that it sees scales to zero.
+            scores = jnp.where(lax.optimization_barrier(seen)[None, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
+            weights = jnp.exp(scores - new_top[..., None])
             keep = jnp.exp(top - new_top)
             # Pages past the end are some other page: their weights are zero, but 0 * NaN would not be.
             values = jnp.where((positions < end)[None, :, None], values, 0.0)
