@@ -126,13 +126,13 @@ def plan_geometry(groups: Sequence[CacheGroup], *, arena_dtype: str, page_tokens
         page_tokens: tokens a page of the first History or Window group; None searches 16 to 128 entries.
 
     Raises:
-        InvalidRequest: a group cannot be laid out (no planes, bad sizes, or a page too small for it).
+        InvalidRequest: a group cannot be laid out (no planes, bad sizes or order, or a page too small for it).
     """
     for group in groups:
-        _check_group(group)
+        _check_group(group, arena_dtype)
     if not groups:
         return CacheGeometry(page_bytes=0, groups=(), align_tokens=1, checkpoint_tokens=1)
-    # Every plane of every group must start on a whole vector, so that rows can be addressed by one index.
+    # Pages are whole vectors of every plane, and planes start on whole vectors: one index addresses a row.
     unit = math.lcm(
         *(plane.vector_bytes(arena_dtype) for group in groups for plane in group.planes), ITEMSIZE[arena_dtype]
     )
@@ -155,7 +155,17 @@ def entry_bytes(group: CacheGroup, arena_dtype: str) -> int:
     return sum(plane.bytes_per_entry(arena_dtype) for plane in group.planes)
 
 
-def _check_group(group: CacheGroup) -> None:
+def _entry_step(group: CacheGroup, arena_dtype: str) -> int:
+    """Every plane of a page starts on a whole vector if the page holds a multiple of this many entries."""
+    step, before = 1, 0
+    for plane in group.planes:
+        vector = plane.vector_bytes(arena_dtype)
+        step = math.lcm(step, vector // math.gcd(vector, before))
+        before += plane.bytes_per_entry(arena_dtype)
+    return step
+
+
+def _check_group(group: CacheGroup, arena_dtype: str) -> None:
     if not group.planes:
         raise InvalidRequest(f"{group.name}.planes", group.planes, "at least one plane")
     for plane in group.planes:
@@ -171,16 +181,19 @@ def _check_group(group: CacheGroup) -> None:
         raise InvalidRequest(f"{group.name}.window_tokens", group.window_tokens, "at least 1")
     if isinstance(group, StateGroup) and group.checkpoint_tokens < 1:
         raise InvalidRequest(f"{group.name}.checkpoint_tokens", group.checkpoint_tokens, "at least 1")
+    if isinstance(group, StateGroup) and _entry_step(group, arena_dtype) > 1:
+        widths = [plane.vector_bytes(arena_dtype) for plane in group.planes]
+        raise InvalidRequest(f"{group.name}.planes", widths, "an order in which each plane starts on a whole vector")
 
 
 def _candidates(groups: Sequence[CacheGroup], arena_dtype: str, page_tokens: int | None, unit: int) -> list[int]:
     paged = [group for group in groups if not isinstance(group, StateGroup)]
     sizes: set[int] = set()
     for group in paged[:1] if page_tokens else paged:
-        counts = [page_tokens // group.tokens_per_entry] if page_tokens else (1, 2, 4, 8, 16, 32, 64, 128)
+        step = _entry_step(group, arena_dtype)
+        counts = [page_tokens // group.tokens_per_entry] if page_tokens else [step << power for power in range(8)]
         for count in counts:
-            tokens = count * group.tokens_per_entry
-            if count and (page_tokens or 16 <= tokens <= 128 * group.tokens_per_entry):
+            if count and (page_tokens or count * group.tokens_per_entry >= 16):
                 sizes.add(-(-count * entry_bytes(group, arena_dtype) // unit) * unit)
     if not paged:
         # Pure State models: one page a state, up to 4 MiB, so that large states share the pool with small ones.
@@ -196,12 +209,14 @@ def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int, power
             pages = -(-size // page_bytes)
             filled.append(GroupGeometry(1, 0, pages, 1 - size / (pages * page_bytes)))
             continue
-        entries = page_bytes // size
-        if entries == 0:
+        step = _entry_step(group, arena_dtype)
+        steps = page_bytes // size // step
+        if steps == 0:
             return None
         # Powers of two keep the common alignment of all groups small, at the price of some waste.
         if power_of_two:
-            entries = 1 << (entries.bit_length() - 1)
+            steps = 1 << (steps.bit_length() - 1)
+        entries = steps * step
         filled.append(GroupGeometry(entries, entries * group.tokens_per_entry, 0, 1 - entries * size / page_bytes))
     spans = [geometry.span_tokens for geometry in filled if geometry.span_tokens]
     spacings = [group.checkpoint_tokens for group in groups if isinstance(group, StateGroup)]
