@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +45,10 @@ def abstract_slots(max_sequences: int, vocab_size: int, sharding: jax.sharding.S
     """Shapes of a table."""
     rows = max_sequences + 1
 
-    def shape(*tail: int, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
+    def shape(*tail: int, dtype: type = np.int32) -> Any:
         return jax.ShapeDtypeStruct((rows, *tail), dtype, sharding=sharding)
 
-    return SlotTable(  # type: ignore[arg-type]
+    return SlotTable(
         last_token=shape(),
         counts=shape(vocab_size, dtype=np.int16),
         bias_ids=shape(MAX_LOGIT_BIAS),
@@ -76,7 +77,7 @@ def load_arguments(load: SlotLoad, vocab_size: int) -> list[SlotLoadArrays]:
     """The calls of `load_slot` that one SlotLoad takes."""
 
     def padded(values: np.ndarray, size: int, fill: float, dtype: type) -> np.ndarray:
-        out = np.full(size, fill, dtype)
+        out: np.ndarray = np.full(size, fill, dtype)
         out[: len(values)] = values
         return out
 

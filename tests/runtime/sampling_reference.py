@@ -12,7 +12,7 @@ def adjusted(logits: np.ndarray, params: SamplingParams, prompt: list[int], outp
     out = logits.astype(np.float64)
     if params.has_penalties:
         for token in set(prompt) | set(output):
-            out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+            out[token] *= params.repetition_penalty ** (-1 if out[token] > 0 else 1)
         for token in set(output):
             out[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
     for token, bias in params.logit_bias.items():

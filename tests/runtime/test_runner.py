@@ -81,7 +81,8 @@ def test_packed_prefill_with_chunks_after_cached_prefixes(runner: ModelRunner, f
     builder = builder_for(runner)
     sequences = [builder.sequence(slot, prompt) for slot, prompt in enumerate(PROMPTS)]
     runner.forward(builder.prefill([(sequences[3], 7), (sequences[2], 9)]))
-    output = runner.forward(builder.prefill([(sequences[1], 5), (sequences[3], 16), (sequences[0], 1), (sequences[2], 4)]))
+    chunks = [(sequences[1], 5), (sequences[3], 16), (sequences[0], 1), (sequences[2], 4)]
+    output = runner.forward(builder.prefill(chunks))
     np.testing.assert_array_equal(output.token_indptr, [0, 1, 2, 3, 4])
     expected = [reference_greedy(family, PROMPTS[index], 1)[0] for index in (1, 3, 0, 2)]
     assert output.token_ids.tolist() == expected

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resin.plan import RowFlag, SamplingParams
+from resin.plan import SamplingParams
 from resin.runtime.arena import allocate
 from resin.runtime.sampling import gumbel_noise, kept_tokens, sample, token_logprobs
 from resin.runtime.slots import SlotTable, abstract_slots, count_outputs, load_arguments, load_slot
@@ -58,7 +58,8 @@ def draw(
         if sequence.params.needs_slot_load:
             slots = load(slots, sequence)
     columns["header"] = np.array([len(sequences), 0, np.bitwise_or.reduce(columns["row_flags"]), 0], np.int32)
-    tokens = sample_jit(jnp.asarray(logits), {name: jnp.asarray(value) for name, value in columns.items()}, slots, jnp.asarray(words))
+    on_device = {name: jnp.asarray(value) for name, value in columns.items()}
+    tokens = sample_jit(jnp.asarray(logits), on_device, slots, jnp.asarray(words))
     return np.asarray(tokens)[: len(sequences)].tolist()
 
 
@@ -111,7 +112,9 @@ def test_greedy_ties_take_the_lowest_id() -> None:
 
 
 @pytest.mark.parametrize("values", [LOGITS, np.round(LOGITS), np.sign(LOGITS), np.zeros_like(LOGITS)])
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_k": 10}, {"top_k": 203}, {"top_p": 0.5}, {"top_p": 1e-6}, {"min_p": 0.3}])
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 1}, {"top_k": 10}, {"top_k": 203}, {"top_p": 0.5}, {"top_p": 1e-6}, {"min_p": 0.3}]
+)
 def test_each_cut_keeps_exactly_the_reference_set(values: np.ndarray, cut: dict[str, float]) -> None:
     params = SamplingParams(**cut)  # type: ignore[arg-type]
     got = kept_jit(
@@ -139,9 +142,9 @@ def test_cuts_mix_per_row_and_minus_infinity_never_survives_a_threshold() -> Non
         jnp.asarray([1, 1, 0.7, 1, 0.6, 0.999], jnp.float32),
         jnp.asarray([0, 0, 0, 0.5, 0.01, 0], jnp.float32),
     )
-    for row, cut in enumerate(
-        [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.5}, {"top_k": 12, "top_p": 0.6, "min_p": 0.01}, {"top_k": 150, "top_p": 0.999}]
-    ):
+    three = {"top_k": 12, "top_p": 0.6, "min_p": 0.01}
+    cuts = [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.5}, three, {"top_k": 150, "top_p": 0.999}]
+    for row, cut in enumerate(cuts):
         expected = kept(values[row].astype(np.float64), SamplingParams(**cut))  # type: ignore[arg-type]
         np.testing.assert_array_equal(np.asarray(got)[row], expected)
 
@@ -210,5 +213,5 @@ def test_masks_and_logprobs() -> None:
 def test_noise_is_standard_gumbel() -> None:
     low, high = jnp.arange(40, dtype=jnp.int32), jnp.zeros(40, jnp.int32)
     values = np.asarray(gumbel_noise(low, high, low + 3, 5000))
-    assert RowFlag.SAMPLE and abs(values.mean() - 0.5772) < 0.01 and abs(values.std() - 1.2825) < 0.01
+    assert abs(values.mean() - 0.5772) < 0.01 and abs(values.std() - 1.2825) < 0.01
     assert np.isfinite(values).all() and abs(np.corrcoef(values[:20].ravel(), values[20:].ravel())[0, 1]) < 0.01
