@@ -198,7 +198,7 @@ class Scheduler:
             lease = request.lease = self.cache.lease(request)
             held = sum(len(row) for row in lease.rows)
             need = self.cache.pages_needed(request.num_tokens + 1, self.max_plan_tokens) - held
-            if self.num_running and need + self._promised_pages() > self.cache.available:
+            if self.config.groups and self.num_running and need + self._promised_pages() > self.cache.available:
                 self.cache.release(request)
                 if not request.retractions:
                     request.prefix_audit = None  # the admission to come sets it

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from resin import (
@@ -14,6 +15,7 @@ from resin import (
     CacheGroup,
     Engine,
     FinishReason,
+    ForwardOutput,
     InvalidRequest,
     Phase,
     PlanRejected,
@@ -399,3 +401,17 @@ def test_a_runner_that_refuses_every_other_plan_changes_nothing(runner_class: ty
             assert request.take_result() == expected_tokens(config, request.prompt_ids.tolist(), 40)
     steps = [plan.step for plan in runner.plans]
     assert steps == list(range(len(steps))), "a refused plan leaves no gap"
+
+
+def test_a_runner_without_cache_groups_lets_everybody_in() -> None:
+    # There are no pages to wait for; requests must not run one after another.
+    class Minimal:
+        def forward(self, plan: BatchPlan) -> ForwardOutput:
+            rows = plan.num_sequences
+            return ForwardOutput(np.zeros(rows, np.int32), np.arange(rows + 1))
+
+    engine = Engine(Minimal())
+    for _ in range(3):
+        engine.submit([1], sampling_params=SamplingParams(max_output_tokens=50))
+        engine.step()
+    assert engine.scheduler.num_running == 3
