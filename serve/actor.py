@@ -31,8 +31,8 @@ class NotAccepting(Exception):
 class Receiver(Protocol):
     """Gets a job's outcome, on the event loop's thread."""
 
-    def on_tokens(self, event: TokensEvent, begin: int, end: int) -> None:
-        """Rows `[begin, end)` of the event's columns are this job's."""
+    def on_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> None:
+        """The job's new tokens; their logprobs are the rows of the event's columns from `begin` on."""
         ...
 
     def on_finish(self, reason: FinishReason, error: BaseException | None) -> None:

@@ -55,11 +55,12 @@ class Delivery:
                     if job is not None:
                         self._finish(job, event.reason, event.request.error)
                     continue
-                bounds = event.token_indptr.tolist()
+                token_ids, bounds = event.token_ids.tolist(), event.token_indptr.tolist()
                 for index, request in enumerate(event.requests):
                     job = actor.jobs.get(request.id)
                     if job is not None:
-                        job.receiver.on_tokens(event, bounds[index], bounds[index + 1])
+                        begin = bounds[index]
+                        job.receiver.on_tokens(token_ids[begin : bounds[index + 1]], event, begin)
 
     def _finish(self, job: Job, reason: FinishReason, error: BaseException | None) -> None:
         job.is_done = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from resin import FinishReason
 from resin.events import TokensEvent
@@ -44,13 +45,22 @@ class Update:
     ending: Ending | None = None
 
     def add(self, delta: Delta) -> None:
-        last = self.deltas[-1] if self.deltas else None
-        if isinstance(delta, TextDelta) and isinstance(last, TextDelta):
-            self.deltas[-1] = TextDelta(last.text + delta.text, last.is_incomplete or delta.is_incomplete)
-        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            self.deltas[-1] = ReasoningDelta(last.text + delta.text)
-        else:
-            self.deltas.append(delta)
+        self.add_all((delta,))
+
+    def add_all(self, deltas: Sequence[Delta]) -> None:
+        """Appends deltas, joining runs of text and of reasoning."""
+        if self.deltas and not isinstance(self.deltas[-1], ToolCallDelta):
+            deltas = (self.deltas.pop(), *deltas)
+        for _, run in groupby(deltas, type):
+            same = list(run)
+            if isinstance(same[0], ToolCallDelta):
+                self.deltas += same
+                continue
+            text = "".join([delta.text for delta in same])  # type: ignore[union-attr]  # all of one kind
+            if isinstance(same[0], ReasoningDelta):
+                self.deltas.append(ReasoningDelta(text))
+            else:
+                self.deltas.append(TextDelta(text, any(delta.is_incomplete for delta in same)))  # type: ignore[union-attr]
 
 
 class PlainParser:
@@ -60,8 +70,8 @@ class PlainParser:
         self._characters = CharacterStream(tokenizer)
 
     def push(self, token_ids: Iterable[int]) -> list[Delta]:
-        texts = [text for text in map(self._characters.push, token_ids) if text]
-        return [TextDelta(text) for text in texts]
+        text = "".join(map(self._characters.push, token_ids))
+        return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:
         text = self._characters.flush()
@@ -113,13 +123,13 @@ class Generation:
         """The stop string that ended the choice."""
         return self._matcher.matched
 
-    def add_tokens(self, event: TokensEvent, begin: int, end: int) -> None:
+    def add_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> None:
+        """New tokens, whose logprobs are the event's rows from `begin` on."""
         if self.ending is not None:
             return
-        token_ids = event.token_ids[begin:end].tolist()
         self._pending += token_ids
         if self._wants_logprobs and event.logprobs is not None:
-            self._pending_logprobs += _logprobs(event, token_ids, begin, end)
+            self._pending_logprobs += _logprobs(event, token_ids, begin)
 
     def finish(self, reason: FinishReason, error: BaseException | None) -> None:
         if self._reason is None:
@@ -150,12 +160,17 @@ class Generation:
 
     def _read(self, token_ids: list[int], update: Update) -> int:
         """Parses tokens and says how many were the client's."""
+        if not self._has_stops:
+            deltas = self._parser.push(token_ids)
+            self.reasoning_tokens += sum(type(delta) is ReasoningDelta for delta in deltas)
+            self.tool_calls += sum(type(delta) is ToolCallDelta for delta in deltas)
+            update.add_all(deltas)
+            return len(token_ids)
         for index, token_id in enumerate(token_ids):
-            deltas = self._parser.push((token_id,))
-            for delta in deltas:
+            for delta in self._parser.push((token_id,)):
+                self.reasoning_tokens += type(delta) is ReasoningDelta
                 self._deliver(delta, update)
-            self.reasoning_tokens += any(type(delta) is ReasoningDelta for delta in deltas)
-            if self._has_stops and self._matcher.matched is not None:
+            if self._matcher.matched is not None:
                 return index + 1
         return len(token_ids)
 
@@ -183,8 +198,9 @@ class Generation:
         return Ending(reason.value)
 
 
-def _logprobs(event: TokensEvent, token_ids: list[int], begin: int, end: int) -> list[TokenLogprob]:
+def _logprobs(event: TokensEvent, token_ids: list[int], begin: int) -> list[TokenLogprob]:
     assert event.logprobs is not None
+    end = begin + len(token_ids)
     chosen = event.logprobs[begin:end].tolist()
     if event.top_ids is None or event.top_logprobs is None:
         return [TokenLogprob(token_id, logprob) for token_id, logprob in zip(token_ids, chosen, strict=True)]

@@ -148,11 +148,12 @@ class OfflineRun:
     def _step(self, write: Callable[[dict[str, Any]], None]) -> None:
         for event in self._engine.step():
             if isinstance(event, TokensEvent):
-                bounds = event.token_indptr.tolist()
+                token_ids, bounds = event.token_ids.tolist(), event.token_indptr.tolist()
                 for index, request in enumerate(event.requests):
                     running = self._running.get(request.id)
                     if running is not None:
-                        running.generation.add_tokens(event, bounds[index], bounds[index + 1])
+                        begin = bounds[index]
+                        running.generation.add_tokens(token_ids[begin : bounds[index + 1]], event, begin)
                         self._read(running)
             elif isinstance(event, FinishedEvent) and (running := self._running.pop(event.request.id, None)):
                 running.generation.finish(event.reason, event.request.error)

@@ -31,8 +31,8 @@ class Choice:
         request = self.job.request if self.job else None
         return request.prefix_hit_tokens if request else 0
 
-    def on_tokens(self, event: TokensEvent, begin: int, end: int) -> None:
-        self.generation.add_tokens(event, begin, end)
+    def on_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> None:
+        self.generation.add_tokens(token_ids, event, begin)
         self.session.on_news(self, is_last=False)
 
     def on_finish(self, reason: FinishReason, error: BaseException | None) -> None:
@@ -78,12 +78,14 @@ class Session:
             if self._waiting_steps > self._buffer_events * len(self.choices) and not self.is_too_slow:
                 self.is_too_slow = True
                 self._on_slow()
-        generation = choice.generation
-        enough = generation.pending_tokens >= self._stream_interval or generation.completion_tokens == 0
-        if is_last or enough:
+        if choice.index not in self._dirty:
+            generation = choice.generation
+            waits = generation.pending_tokens < self._stream_interval and generation.completion_tokens
+            if waits and not is_last:
+                return
             self._dirty[choice.index] = choice
-        if self._dirty and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def updates(self) -> AsyncIterator[tuple[Choice, Update]]:
         """New things in any choice, until all have ended.
