@@ -1,0 +1,179 @@
+"""From command-line choices to a warm runner with exactly the buckets of the cases, and nothing else on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bench.cases import Case
+from bench.shapes import SHAPES, shape_checkpoint
+from resin import ArenaSpec, CacheGroup, InvalidRequest
+from resin.models.declare import Placement
+from resin.models.experts import MixtureOfExperts
+from resin.models.families import ModelClass, find_model_class
+from resin.models.loading.checkpoint import Checkpoint
+from resin.models.registry import open_checkpoint
+from resin.models.weights import Progress, dummy_weights, load_weights
+from resin.runtime import ModelRunner, RunnerOptions
+from resin.runtime.compile_cache import use_compile_cache
+from resin.runtime.executable import StepSpec
+from resin.runtime.load import build_spec
+from resin.runtime.mesh import build_mesh
+from resin.settings import CACHE_DIRECTORY
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """Which model a benchmark runs.
+
+    Attributes:
+        model: registered name, path, hub id, or "package.module:Name" of a class.
+        shape: name in `SHAPES` whose config stands for a checkpoint.
+        checkpoint: weights of a class, or instead of a registered model's.
+        dummy: random weights.
+        balanced_experts: tokens take experts in turn.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    checkpoint: str | None = None
+    dummy: bool = False
+    balanced_experts: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the results call it."""
+        return self.shape or self.model or str(self.checkpoint)
+
+    @property
+    def class_name(self) -> str | None:
+        """ "package.module:Name", if the model is one."""
+        return self.model if self.model is not None and ":" in self.model else None
+
+    def open(self) -> Checkpoint:
+        """Opens the config and, unless they are dummies, the weights.
+
+        Raises:
+            InvalidRequest: nothing says what the model's sizes are, or a shape is asked for its weights.
+        """
+        known = self.model is not None and self.model in SHAPES and self.dummy and self.checkpoint is None
+        if self.shape is not None or known:
+            if not self.dummy:
+                raise InvalidRequest("shape", self.shape, "--dummy beside it: a shape has no weights")
+            return shape_checkpoint(self.shape or str(self.model))
+        source = self.checkpoint or (None if self.class_name else self.model)
+        if source is None:
+            raise InvalidRequest("model", self.model, "a name, path or hub id, or --shape or --checkpoint beside a class")
+        return open_checkpoint(source)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A runner that is ready, with what it was made of.
+
+    Attributes:
+        runner: warm; every case's buckets are compiled.
+        spec: structure and config.
+        weights: on the device, the runner's own.
+        num_pages: pages of the arena.
+    """
+
+    runner: ModelRunner
+    spec: StepSpec
+    weights: tuple[jax.Array, ...]
+    num_pages: int
+
+
+def build_setup(
+    choice: ModelChoice, cases: Sequence[Case], options: RunnerOptions, progress: Progress | None = None
+) -> Setup:
+    """Loads a model and compiles the cases' buckets.
+
+    Args:
+        choice: the model.
+        cases: what will run.
+        options: dtypes, seed, compile cache; sizes are set from the cases.
+        progress: called while weights load and programs compile.
+
+    Raises:
+        InvalidRequest: a case is longer than the model's context, or does not fit the device.
+    """
+    checkpoint = choice.open()
+    try:
+        if options.compile_cache_bytes:
+            directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
+            use_compile_cache(directory, options.compile_cache_bytes)
+        mesh = build_mesh(options)
+        model_class = find_model_class(checkpoint.config, choice.class_name)
+        if choice.balanced_experts:
+            model_class = BalancedModel(model_class)
+        config = model_class.Config.from_hf(checkpoint.config)
+        spec = build_spec(model_class, config, _sized(options, cases), mesh)
+        spec = replace(spec, config=replace(spec.config, buckets=_all_buckets(spec, cases)))
+        if choice.dummy:
+            weights = dummy_weights(spec.model, mesh, seed=options.seed, progress=progress)
+        else:
+            weights = load_weights(spec.model, checkpoint, mesh, progress=progress)
+    finally:
+        checkpoint.close()
+    runner = ModelRunner(spec, weights, model_config=config, compile_threads=options.compile_threads)
+    num_pages = 1 + max(case.pages(spec.config) for case in cases)
+    runner.bind(ArenaSpec(num_pages, spec.config.geometry.page_bytes, spec.config.arena_dtype))
+    runner.warm_up(progress)
+    return Setup(runner, spec, weights, num_pages)
+
+
+def _sized(options: RunnerOptions, cases: Sequence[Case]) -> RunnerOptions:
+    most = max(case.sequences for case in cases)
+    return replace(
+        options,
+        max_sequences=most,
+        max_context_tokens=max(case.max_context_tokens for case in cases),
+        decode_sequences=tuple(sorted({case.sequences for case in cases})),
+        prefill_tokens=tuple(sorted({case.plan_tokens for case in cases})),
+        prefill_sequences=most,
+    )
+
+
+def _all_buckets(spec: StepSpec, cases: Sequence[Case]) -> tuple[Any, ...]:
+    buckets = {bucket for case in cases for bucket in case.buckets(spec.config)}
+    return tuple(sorted(buckets, key=lambda bucket: (bucket.phase, bucket.tokens, bucket.sequences, bucket.row_pages)))
+
+
+class BalancedModel:
+    """A model class whose tokens take experts in turn: token t, choice i, takes expert (t * k + i) mod E."""
+
+    def __init__(self, model_class: ModelClass) -> None:
+        self._model_class = model_class
+        self.Config = model_class.Config
+
+    def cache_groups(self, config: Any, placement: Placement) -> tuple[CacheGroup, ...]:
+        return self._model_class.cache_groups(config, placement)
+
+    def __call__(self, config: Any, placement: Placement) -> Any:
+        model = self._model_class(config, placement)
+        found = [module for _, module in nnx.iter_modules(model) if isinstance(module, MixtureOfExperts)]
+        if not found:
+            raise InvalidRequest("balanced_experts", True, "a model with experts")
+        for module in found:
+            module.router = BalancedRouter(module.router, module.share * placement.tp)
+        return model
+
+
+class BalancedRouter(nnx.Module):
+    """Scores as the router inside does, and keeps its weights, but takes experts in turn."""
+
+    def __init__(self, router: Any, experts: int) -> None:
+        self.router = router
+        self.experts = experts
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        _, weights = self.router(x)
+        tokens, choices = weights.shape
+        turn = jnp.arange(tokens * choices, dtype=jnp.int32).reshape(tokens, choices)
+        return turn % self.experts, weights

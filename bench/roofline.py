@@ -1,0 +1,249 @@
+"""What a plan must move and compute, and how fast this device moves and computes: the two sides of a roofline.
+
+Work is counted from the model's declarations and from a recording of its layers, never from a table of shapes.
+T tokens, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from resin import BatchPlan, RowFlag, RunnerConfig
+from resin.models.context import AttentionLayer, Context, ShiftLayer
+from resin.models.weights import AbstractModel
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint16": 2}
+
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured rates of one device.
+
+    Attributes:
+        copy_bytes_per_s: bytes read plus bytes written by a copy of an array several times the last-level cache.
+        matmul_flops_per_s: a square matrix product of random values in the run's dtype, float32 accumulation.
+    """
+
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+
+class CeilingProbe:
+    """Measures both ceilings again and again, so that they share a run's weather with what is compared to them.
+
+    Args:
+        dtype: of the matrix product.
+        copy_bytes: size of the copied array; None takes 1 GiB on a GPU, 128 MiB on a CPU.
+        matmul_size: rows of the square matrices; None takes 8192 on a GPU, 1024 on a CPU.
+    """
+
+    def __init__(self, dtype: str, *, copy_bytes: int | None = None, matmul_size: int | None = None) -> None:
+        on_cpu = jax.default_backend() == "cpu"
+        size = matmul_size or (1024 if on_cpu else 8192)
+        words = (copy_bytes or ((128 << 20) if on_cpu else (1 << 30))) // 4
+        keys = jax.random.split(jax.random.key(0), 3)
+        self._source = jax.random.bits(keys[0], (words,), jnp.uint32)
+        self._left, self._right = (jax.random.normal(key, (size, size), jnp.dtype(dtype)) for key in keys[1:])
+        self._copy = jax.jit(lambda x: x + jnp.uint32(1))
+        self._product = jax.jit(lambda a, b: a @ b)
+        self._seen: list[Ceilings] = []
+
+    def measure(self, target_s: float = 0.05) -> Ceilings:
+        """One burst of each, about `target_s` long."""
+        copy_s = paced_burst_s(lambda: self._copy(self._source), target_s)
+        product_s = paced_burst_s(lambda: self._product(self._left, self._right), target_s)
+        seen = Ceilings(2 * self._source.nbytes / copy_s, 2 * self._left.shape[0] ** 3 / product_s)
+        self._seen.append(seen)
+        return seen
+
+    def median(self) -> Ceilings:
+        """Medians of everything measured so far."""
+        return Ceilings(
+            float(np.median([seen.copy_bytes_per_s for seen in self._seen])),
+            float(np.median([seen.matmul_flops_per_s for seen in self._seen])),
+        )
+
+
+def paced_burst_s(launch: Callable[[], Any], target_s: float) -> float:
+    """Seconds a launch, over a burst that lasts about `target_s`; the first launches only warm up and set the pace."""
+    jax.block_until_ready(launch())
+    return burst_s(launch, launches_within(launch, target_s))
+
+
+def launches_within(launch: Callable[[], Any], target_s: float) -> int:
+    """How many launches fill `target_s`, from 4 to 1000."""
+    return max(4, min(1000, round(target_s / max(burst_s(launch, 3), 1e-6))))
+
+
+def burst_s(launch: Callable[[], Any], count: int) -> float:
+    """Seconds a launch when `count` of them are queued and only the last is waited for."""
+    started = time.perf_counter()
+    for _ in range(count):
+        last = launch()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - started) / count
+
+
+# -- the work ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one plan cannot do without: each byte counted once, intermediate values not at all.
+
+    Attributes:
+        weight_bytes: weights that the plan's tokens read; a table counts the rows, experts count if somebody takes them.
+        cache_read_bytes: keys, values and states that were there before.
+        cache_write_bytes: those of the plan's own tokens.
+        flops: multiply-adds times two of products with weights and of causal attention.
+    """
+
+    weight_bytes: int
+    cache_read_bytes: int
+    cache_write_bytes: int
+    flops: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight_bytes + self.cache_read_bytes + self.cache_write_bytes
+
+    def limit_s(self, ceilings: Ceilings) -> float:
+        """The least time: bytes at the copy rate or operations at the product's rate, whichever takes longer."""
+        return max(self.nbytes / ceilings.copy_bytes_per_s, self.flops / ceilings.matmul_flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """One call of a layer's attention: the layer and H."""
+
+    layer: AttentionLayer
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftUse:
+    """One call of a layer's short filter: the layer and the width of its input."""
+
+    layer: ShiftLayer
+    width: int
+
+
+class RecordingContext(Context):
+    """Notes which layers ask for the cache and computes nothing."""
+
+    def __init__(self, token_ids: jax.Array) -> None:
+        super().__init__(token_ids, jnp.zeros_like(token_ids))
+        self.uses: list[AttentionUse | ShiftUse] = []
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        self.uses.append(AttentionUse(layer, query.shape[1]))
+        return query
+
+    def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
+        self.uses.append(ShiftUse(layer, x.shape[1]))
+        return [x] * layer.taps
+
+    def live_tokens(self) -> jax.Array:
+        return jnp.ones(self.token_ids.shape, jnp.bool_)
+
+
+def layer_uses(model: AbstractModel) -> tuple[AttentionUse | ShiftUse, ...]:
+    """Every use of the cache in one forward pass, in order; nothing is computed."""
+    uses: list[AttentionUse | ShiftUse] = []
+
+    def forward(weights: Sequence[jax.Array], token_ids: jax.Array) -> jax.Array:
+        context = RecordingContext(token_ids)
+        hidden = model.merge(weights)(context)
+        uses.extend(context.uses)
+        return hidden
+
+    weights = [jax.ShapeDtypeStruct(item.shape, item.dtype) for item in model.declarations]
+    jax.eval_shape(forward, weights, jax.ShapeDtypeStruct((1,), np.int32))
+    return tuple(uses)
+
+
+class WorkCounter:
+    """Counts the work of plans of one model.
+
+    Args:
+        model: declarations and structure.
+        config: the runner's groups and arena dtype.
+        balanced: tokens take experts in turn instead of at random.
+    """
+
+    def __init__(self, model: AbstractModel, config: RunnerConfig, *, balanced: bool = False) -> None:
+        self._model = model
+        self._config = config
+        self._balanced = balanced
+        self._uses = layer_uses(model)
+
+    def count(self, plan: BatchPlan) -> Work:
+        """The work of one plan."""
+        rows = plan.num_sequences
+        totals = plan.seq_lens[:rows].astype(np.int64)
+        queries = np.diff(plan.query_indptr[: rows + 1]).astype(np.int64)
+        fresh = (plan.row_flags[:rows] & RowFlag.FRESH_STATE) != 0
+        read = written = 0
+        flops = self._product_flops(plan.num_tokens, int(plan.emits.sum()))
+        for use in self._uses:
+            if isinstance(use, ShiftUse):
+                state = use.layer.taps * use.width * self._itemsize(use.layer.group, use.layer.plane)
+                read += state * int((~fresh).sum())
+                written += state * rows
+                continue
+            layer = use.layer
+            entry = 2 * layer.kv_heads * layer.head_dim * self._itemsize(layer.group, layer.plane)
+            read += entry * int(_past_keys(totals, queries, layer.window).sum())
+            written += entry * plan.num_tokens
+            flops += 4 * use.heads * layer.head_dim * _pairs(totals, queries, layer.window)
+        return Work(self._weight_bytes(plan.num_tokens), read, written, flops)
+
+    def _weight_bytes(self, tokens: int) -> int:
+        if not self._balanced:
+            return round(sum(item.touched_nbytes(tokens) for item in self._model.declarations))
+        return round(sum(item.nbytes * min(1.0, item.token_share * tokens) for item in self._model.declarations))
+
+    def _product_flops(self, tokens: int, emitting: int) -> int:
+        flops = 0
+        for item in self._model.declarations:
+            # The head, [hidden, vocab], multiplies the last token of each sequence alone.
+            is_head = item.flops_per_token > 0 and item.shape[-1] == self._config.vocab_size
+            flops += item.flops_per_token * (emitting if is_head else tokens)
+        return flops
+
+    def _itemsize(self, group_name: str, plane_name: str) -> int:
+        planes = {(group.name, plane.name): plane for group in self._config.groups for plane in group.planes}
+        plane = planes[group_name, plane_name]
+        return ITEMSIZE[plane.dtype or self._config.arena_dtype]
+
+
+def _past_keys(totals: np.ndarray, queries: np.ndarray, window: int | None) -> np.ndarray:
+    """Keys a sequence that were there before the plan and that one of its queries sees."""
+    past = totals - queries
+    return past if window is None else np.minimum(past, window - 1)
+
+
+def _pairs(totals: np.ndarray, queries: np.ndarray, window: int | None) -> int:
+    """(query, visible key) pairs over all sequences."""
+    pairs = 0
+    for total, count in zip(totals.tolist(), queries.tolist(), strict=True):
+        seen = np.arange(total - count, total) + 1
+        pairs += int((seen if window is None else np.minimum(seen, window)).sum())
+    return pairs

@@ -1,0 +1,129 @@
+"""Is it right? Asked before anything is timed.
+
+Short requests run through the engine in the buckets that are about to be timed, and every token is held against the
+plain whole-sequence forward of the same weights, which knows no pages, plans or kernels of ours. Then the plan itself
+must give finite numbers and, run twice, the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+from jax import lax
+
+from bench.cases import PATIENT, Case, CaseRunner, random_prompts, with_flags
+from resin import BatchPlan, Engine, Request, RowFlag, SamplingParams, StateGroup, TokensEvent
+from resin.models.context import DenseContext
+from resin.models.weights import AbstractModel
+from resin.runtime import ModelRunner
+
+PROMPT_TOKENS = 160  # several pages and several blocks of every attention kernel
+DISTINCT_PROMPTS = 4
+OUTPUT_TOKENS = 3
+
+# Nats by which a logprob may differ, and by which a chosen token may trail the best one. bfloat16 keeps 8 bits: two
+# orders of summation over a few dozen layers part by a few hundredths of a nat.
+TOLERANCE_NATS = {"float32": 2e-3, "bfloat16": 0.2}
+
+
+class CheckFailed(RuntimeError):
+    """A step that is wrong; its speed would mean nothing."""
+
+
+@dataclass
+class PlainForward:
+    """Log probabilities by the model's forward over one whole sequence."""
+
+    model: AbstractModel
+    weights: tuple[jax.Array, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        self._program = jax.jit(partial(_last_logprobs, self.model))
+
+    def logprobs(self, prompt: np.ndarray, outputs: Sequence[int]) -> np.ndarray:
+        """float32 [outputs, V]: the distribution that each output token was drawn from."""
+        ids = np.zeros(PROMPT_TOKENS + OUTPUT_TOKENS, np.int32)
+        ids[: len(prompt)] = prompt
+        ids[len(prompt) : len(prompt) + len(outputs)] = outputs
+        with jax.default_matmul_precision("highest" if self.dtype == "float32" else "default"):
+            return np.asarray(self._program(self.weights, ids, np.int32(len(prompt) - 1)))[: len(outputs)]
+
+
+def _last_logprobs(
+    abstract: AbstractModel, weights: Sequence[jax.Array], ids: jax.Array, first: jax.Array
+) -> jax.Array:
+    model = abstract.merge(weights)
+    context = DenseContext(ids)
+    hidden = lax.dynamic_slice_in_dim(model(context), first, OUTPUT_TOKENS)
+    return jax.nn.log_softmax(model.logits(context, hidden), axis=-1)
+
+
+def check_tokens(case: Case, runner: ModelRunner, plain: PlainForward, num_pages: int) -> float:
+    """Greedy requests in the case's buckets against the plain forward.
+
+    Returns:
+        The largest difference in nats.
+
+    Raises:
+        CheckFailed: it exceeds the tolerance.
+    """
+    length = max(1, min(PROMPT_TOKENS, case.context_tokens - OUTPUT_TOKENS))
+    kinds = min(case.sequences, DISTINCT_PROMPTS)
+    lengths = [max(1, length * (kinds - kind) // kinds) for kind in range(kinds)]
+    prompts = random_prompts(case, runner.config.vocab_size, lengths, seed=1)
+    params = SamplingParams(temperature=0, logprobs=0, max_output_tokens=OUTPUT_TOKENS, ignore_stop=True)
+    reported: dict[Request, list[float]] = {}
+    engine = Engine(
+        CaseRunner(runner, case),
+        context_length=case.max_context_tokens,
+        cache_pages=num_pages,
+        enable_metrics=False,
+        policy=PATIENT,
+    )
+    with engine:
+        for row in range(case.sequences):
+            reported[engine.submit(prompts[row % kinds], sampling_params=params)] = []
+        while engine.has_work():
+            for event in engine.step():
+                if isinstance(event, TokensEvent):
+                    for tokens in event:
+                        assert tokens.logprobs is not None
+                        reported[tokens.request] += tokens.logprobs.tolist()
+    answers = {(request.id % kinds, tuple(request.output_ids), tuple(found)) for request, found in reported.items()}
+    worst = 0.0
+    for kind, outputs, found in sorted(answers):
+        logprobs = plain.logprobs(prompts[kind], outputs)
+        chosen = logprobs[np.arange(len(outputs)), list(outputs)]
+        trailing = logprobs.max(axis=-1) - chosen
+        worst = max(worst, float(np.abs(chosen - np.asarray(found)).max()), float(trailing.max()))
+    tolerance = TOLERANCE_NATS[plain.dtype]
+    if not worst <= tolerance:  # also if it is no number
+        raise CheckFailed(f"{case}: off by {worst:.4f} nats from the whole-sequence forward, {tolerance} allowed")
+    return worst
+
+
+def check_repeatable(case: Case, runner: ModelRunner, plan: BatchPlan) -> None:
+    """Runs a plan twice, greedily and from fixed tokens and states.
+
+    Raises:
+        CheckFailed: a logit is no finite number, or the tokens differ.
+    """
+    drop = RowFlag.FROM_SLOT | RowFlag.SAMPLE | RowFlag.TRUNCATE
+    add = RowFlag.LOGPROBS
+    if any(isinstance(group, StateGroup) for group in runner.config.groups):
+        # A state that is updated in place would differ the second time.
+        add |= RowFlag.FRESH_STATE
+    fixed = with_flags(plan, runner.config, add=add, drop=drop)
+    first, second = runner.forward(fixed), runner.forward(fixed)
+    assert first.logprobs is not None
+    # The logprob of a row is its logit less the sum over all of them: one bad logit spoils it.
+    if not np.isfinite(first.logprobs).all():
+        raise CheckFailed(f"{case}: {np.isnan(first.logprobs).sum()} rows have logits that are no finite numbers")
+    if not np.array_equal(first.token_ids, second.token_ids):
+        raise CheckFailed(f"{case}: the same plan gave different tokens the second time")
+
