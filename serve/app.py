@@ -15,6 +15,7 @@ from aiohttp import web
 from serve.endpoints.chat import create_chat_completion
 from serve.endpoints.completions import create_completion
 from serve.endpoints.messages import count_tokens, create_message
+from serve.endpoints.openapi import get_openapi
 from serve.endpoints.responses import create_response, delete_response, get_response
 from serve.endpoints.status import get_health, get_metrics, get_model, list_models
 from serve.endpoints.tokens import detokenize, tokenize
@@ -51,6 +52,7 @@ def build_app(service: Service) -> web.Application:
     app.router.add_get("/v1/models/{model:.+}", get_model)
     app.router.add_get("/health", get_health)
     app.router.add_get("/metrics", get_metrics)
+    app.router.add_get("/openapi.json", get_openapi)
     return app
 
 

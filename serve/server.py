@@ -69,6 +69,7 @@ class HttpServer:
         self._stops_early = False
         self._failure: BaseException | None = None
         self._service: Service | None = None
+        self.app: web.Application | None = None  # the running server's application
 
     @property
     def url(self) -> str:
@@ -125,7 +126,8 @@ class HttpServer:
         delivery = Delivery(self._loop)
         actor = self._build_actor(delivery)
         service = self._service = self._build_service(actor)
-        runner = web.AppRunner(build_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self.app = build_app(service)
+        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, self.config.host, self.config.port, backlog=1024)
         await site.start()
