@@ -96,12 +96,13 @@ class EngineMetrics:
         self.generated_tokens += len(slots)
         if plan.phase is Phase.PREFILL:
             self.prompt_tokens += plan.num_tokens
-            for request in committed.requests:
+            for request, slot in zip(committed.requests, slots.tolist(), strict=True):
                 if len(request.output_ids) == 1:
                     self.ttft_s.observe(now - request.submitted_s)
+                else:  # resumed after a retraction
+                    self.inter_token_s.observe(now - table.last_token_s[slot])
         else:
-            last = table.last_token_s[slots]
-            self.inter_token_s.observe_many(now - (last if last.all() else last[last > 0]))
+            self.inter_token_s.observe_many(now - table.last_token_s[slots])
         table.last_token_s[slots] = now
 
     def on_finish(self, request: Request) -> None:

@@ -82,6 +82,7 @@ class Request:
     prefix_audit: PrefixAudit | None = None
     prompt_logprobs: PromptLogprobs | None = None
     first_token_s: float | None = None
+    last_token_s: float = 0.0  # before the latest retraction
     finished_s: float | None = None
     retractions: int = 0
     rank: float = 0.0  # order in every queue, lowest first: see RequestQueue

@@ -412,6 +412,7 @@ class Scheduler:
         """Takes a running request's pages and slot; its tokens stay, and it resumes by computing them again."""
         assert not self.table.in_flight[request.slot]
         self._leave(request)
+        request.last_token_s = float(self.table.last_token_s[request.slot])
         self._free(request)
         request.retractions += 1
         self.retractions += 1

@@ -71,7 +71,7 @@ class SlotTable:
         self.min_outputs[slot] = params.min_output_tokens
         self.max_outputs[slot] = request.max_outputs
         self.last_step[slot] = 0
-        self.last_token_s[slot] = 0.0
+        self.last_token_s[slot] = request.last_token_s
         self.stop_ids[slot] = -1
         if not params.ignore_stop:
             self.stop_ids[slot, : len(params.stop_token_ids)] = params.stop_token_ids
