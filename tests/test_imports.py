@@ -26,6 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "resin.runtime": {"resin.plan", "resin.settings", "resin.models", "resin.pallas_kernels", "resin.recipes"},
     "resin": {"resin.plan", "resin.settings", "resin.sched"},
 }
+LAYERS["resin.conformance"] = set(LAYERS)
 EVERY_RESIN_LAYER = set(LAYERS)
 LAYERS["serve"] = EVERY_RESIN_LAYER
 LAYERS["bench"] = EVERY_RESIN_LAYER | {"serve"}

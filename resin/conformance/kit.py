@@ -1,0 +1,182 @@
+"""ConformanceKit: one warm float32 runner of a model, and the checks that run against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from resin import ArenaSpec, Engine, Policy, SamplingParams, StateGroup, WindowGroup
+from resin.conformance.generation import TOP, Comparison, Job, SharedRunner, Trace, compare, generate
+from resin.conformance.plain import PlainForward
+from resin.conformance.report import Check, Report
+from resin.models.declare import Placement
+from resin.models.families import find_model_class
+from resin.models.loading.checkpoint import Checkpoint
+from resin.models.weights import Progress
+from resin.plan import InvalidRequest
+from resin.runtime import ModelRunner, RunnerOptions, build_runner
+from resin.sched.cache import CacheManager
+
+MAX_SEQUENCES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes of the workload and how much may differ.
+
+    Attributes:
+        output_tokens: tokens that each job generates.
+        page_tokens: of the first paged group, and the chunk of the small prefill bucket.
+        engine_tolerance: between logprobs of two ways through the Engine, or the Engine and the plain forward; times
+            the standard deviation of the logits where that is above 1.
+        reference_tolerance: between our logits and the reference's, as a share of their standard deviation.
+        buckets: try every bucket; False compiles the fewest.
+        seed: of the prompts.
+    """
+
+    output_tokens: int = 12
+    page_tokens: int = 16
+    engine_tolerance: float = 1e-5
+    reference_tolerance: float = 1e-4
+    buckets: bool = True
+    seed: int = 0
+
+
+class ConformanceKit:
+    """Checks one model. Each check is a method that returns what it found; `run` times them and never raises for one.
+
+    Args:
+        checkpoint: weights and config.
+        model: "package.module:Name"; None finds it by `model_type`.
+        settings: sizes and tolerances.
+        progress: called while weights load and programs compile.
+
+    Raises:
+        InvalidRequest: the model's context is too short for a meaningful run.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        model: str | None = None,
+        settings: Settings | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.settings = settings = settings or Settings()
+        model_class = find_model_class(checkpoint.config, model)
+        config = model_class.Config.from_hf(checkpoint.config)
+        groups = model_class.cache_groups(config, Placement())
+        windows = [group.window_tokens for group in groups if isinstance(group, WindowGroup)]
+        # One page or window is passed by the third prompt, two by the last.
+        self.reach = max([2 * settings.page_tokens, *windows])
+        whole = 2 * self.reach + settings.page_tokens
+        context = whole + 2 * settings.page_tokens + 2 * settings.output_tokens
+        if context > config.max_context_tokens:
+            raise InvalidRequest("max_context_tokens", config.max_context_tokens, f"at least {context} for this check")
+        self.has_state = any(isinstance(group, StateGroup) for group in groups)
+        options = RunnerOptions(
+            dtype="float32",
+            cache_dtype="float32",
+            max_sequences=MAX_SEQUENCES,
+            max_context_tokens=context,
+            decode_sequences=(1, MAX_SEQUENCES) if settings.buckets else (MAX_SEQUENCES,),
+            prefill_tokens=(settings.page_tokens, whole) if settings.buckets else (whole,),
+            page_tokens=settings.page_tokens,
+            checkpoint_tokens=settings.page_tokens,
+        )
+        self.vocab_size = config.vocab_size
+        self.runner: ModelRunner = build_runner(checkpoint, options, model=model, progress=progress)
+        self.plain = PlainForward(self.runner, context)
+        geometry = self.runner.config.geometry
+        self._need = CacheManager(groups, geometry, 0, prefix_cache=True).pages_needed(context, whole)
+        self.pages = 1 + 2 * MAX_SEQUENCES * self._need
+        self.runner.bind(ArenaSpec(self.pages, geometry.page_bytes, self.runner.config.arena_dtype))
+        self.runner.warm_up(progress)
+
+    # -- workload -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def jobs(self) -> tuple[Job, ...]:
+        """Greedy jobs from one token to past two windows, and one that samples."""
+        rng, page = np.random.default_rng(self.settings.seed), self.settings.page_tokens
+        lengths = (1, page - 3, self.reach + 5, 2 * self.reach + page - 1, page + 1)
+        greedy = SamplingParams(
+            max_output_tokens=self.settings.output_tokens, temperature=0, logprobs=TOP, ignore_stop=True
+        )
+        sampled = SamplingParams(
+            max_output_tokens=self.settings.output_tokens, temperature=0.8, top_k=20, seed=7, logprobs=TOP
+        )
+        low = min(3, self.vocab_size - 1)
+        prompts = [rng.integers(low, self.vocab_size, length).astype(np.int32) for length in lengths]
+        return tuple(Job(prompt, sampled if prompt is prompts[-1] else greedy) for prompt in prompts)
+
+    @cached_property
+    def baseline(self) -> list[Trace]:
+        """Each job alone, prompt in one chunk, without a prefix cache and without overlap."""
+        with self.engine() as engine:
+            return generate(engine, self.jobs, alone=True)
+
+    def engine(self, *, overlap: bool = False, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
+        """An engine over the shared runner; `changes` replace fields of its config."""
+        shared = SharedRunner(self.runner, self.pages, **(changes or {}))
+        return Engine(shared, overlap=overlap, enable_metrics=False, **options)
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Largest difference of a logprob between two ways to compute it."""
+        return self.settings.engine_tolerance * max(1.0, self.plain.score(self.jobs[-2].prompt).deviation)
+
+    def compare(self, traces: Sequence[Trace]) -> Comparison:
+        """These results against the baseline's."""
+        return compare(self.baseline, traces, self.tolerance)
+
+    def policy(self, chunk_tokens: int) -> Policy:
+        """A scheduling policy that cuts prompts into chunks."""
+        return Policy(max_plan_tokens=chunk_tokens)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def run(self, checks: Mapping[str, Callable[[ConformanceKit], tuple[bool | None, str]]], name: str = "") -> Report:
+        """Runs checks by name, in order."""
+        done = []
+        for check, function in checks.items():
+            started = time.perf_counter()
+            try:
+                passed, detail = function(self)
+            except Exception as error:
+                passed, detail = False, f"{type(error).__name__}: {error}"
+            done.append(Check(check, passed, detail, time.perf_counter() - started))
+        return Report(name, tuple(done))
+
+
+def verify(
+    checkpoint: Checkpoint,
+    *,
+    model: str | None = None,
+    reference: Mapping[str, np.ndarray] | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Runs every check on a model.
+
+    Args:
+        checkpoint: weights and config.
+        model: "package.module:Name" for a model file outside this library.
+        reference: `token_ids` int [T] and `logits` float [T, vocab] of another implementation.
+        settings: sizes and tolerances.
+        progress: called while weights load and programs compile.
+
+    Raises:
+        ResinError: the model cannot be built at all.
+    """
+    from resin.conformance.equalities import EQUALITIES
+    from resin.conformance.reference import reference_checks
+
+    kit = ConformanceKit(checkpoint, model=model, settings=settings, progress=progress)
+    return kit.run({**EQUALITIES, **reference_checks(reference)}, checkpoint.location)
