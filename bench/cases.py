@@ -1,4 +1,4 @@
-"""One benchmark case: B sequences of C tokens in one phase, its buckets, and a plan of it that can run again and again."""
+"""One benchmark case: B sequences of C tokens in one phase, its buckets, and a plan that can run again and again."""
 
 from __future__ import annotations
 

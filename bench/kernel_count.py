@@ -40,8 +40,8 @@ def count_kernels(program_text: str) -> int:
     """Kernels that one run of a program launches.
 
     A fusion, library call or plain operation is one kernel, and so is a collective. Calls (command buffers among them)
-    count what they hold, loops body and condition as often as the compiler knows it to run (else once), a conditional the
-    cheapest of its branches.
+    count what they hold, loops what runs in them as often as the compiler knows it to (else once), conditionals the
+    cheapest of their branches.
 
     Args:
         program_text: optimised HLO, `compiled.as_text()`.
@@ -68,12 +68,12 @@ def _parse(text: str) -> tuple[Mapping[str, Sequence[_Instruction]], str]:
 
 def _opcode(definition: str) -> str:
     """The word between an instruction's type, which may be a tuple in parentheses, and its operands."""
-    place = depth = 0
+    depth = 0
     for place, character in enumerate(definition):
         depth += (character in "({[") - (character in ")}]")
         if character == " " and depth == 0:
-            break
-    return definition[place + 1 :].split("(", 1)[0]
+            return definition[place + 1 :].split("(", 1)[0]
+    raise ValueError(f"not an instruction: {definition}")
 
 
 def _count(name: str, computations: Mapping[str, Sequence[_Instruction]]) -> int:

@@ -18,6 +18,7 @@ from resin.models.experts import MixtureOfExperts
 from resin.models.families import ModelClass, find_model_class
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.registry import open_checkpoint
+from resin.models.routers import Router
 from resin.models.weights import Progress, dummy_weights, load_weights
 from resin.runtime import ModelRunner, RunnerOptions
 from resin.runtime.compile_cache import use_compile_cache
@@ -68,7 +69,9 @@ class ModelChoice:
             return shape_checkpoint(self.shape or str(self.model))
         source = self.checkpoint or (None if self.class_name else self.model)
         if source is None:
-            raise InvalidRequest("model", self.model, "a name, path or hub id, or --shape or --checkpoint beside a class")
+            raise InvalidRequest(
+                "model", self.model, "a name, path or hub id, or --shape or --checkpoint beside a class"
+            )
         return open_checkpoint(source)
 
 
@@ -165,10 +168,10 @@ class BalancedModel:
         return model
 
 
-class BalancedRouter(nnx.Module):
+class BalancedRouter(Router):
     """Scores as the router inside does, and keeps its weights, but takes experts in turn."""
 
-    def __init__(self, router: Any, experts: int) -> None:
+    def __init__(self, router: Router, experts: int) -> None:
         self.router = router
         self.experts = experts
 

@@ -102,7 +102,7 @@ class Work:
     """What one plan cannot do without: each byte counted once, intermediate values not at all.
 
     Attributes:
-        weight_bytes: weights that the plan's tokens read; a table counts the rows, experts count if somebody takes them.
+        weight_bytes: weights that the plan's tokens read: of a table its rows, of experts those that somebody takes.
         cache_read_bytes: keys, values and states that were there before.
         cache_write_bytes: those of the plan's own tokens.
         flops: multiply-adds times two of products with weights and of causal attention.

@@ -126,4 +126,3 @@ def check_repeatable(case: Case, runner: ModelRunner, plan: BatchPlan) -> None:
         raise CheckFailed(f"{case}: {np.isnan(first.logprobs).sum()} rows have logits that are no finite numbers")
     if not np.array_equal(first.token_ids, second.token_ids):
         raise CheckFailed(f"{case}: the same plan gave different tokens the second time")
-

@@ -125,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_cases(args: argparse.Namespace, cases: Sequence[Case], setup: Setup, choice: ModelChoice) -> list[dict[str, Any]]:
+def run_cases(
+    args: argparse.Namespace, cases: Sequence[Case], setup: Setup, choice: ModelChoice
+) -> list[dict[str, Any]]:
     """Checks every case, then times all of them in turns; prints and returns one row a case."""
     runner, config = setup.runner, setup.spec.config
     params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)

@@ -234,6 +234,7 @@ class ModelRunner:
         """Replaces the arena by what `change` makes of it, which should donate it: benchmarks fill it with noise."""
         if self._arena is None:
             self._allocate(self._bound_arena())
+        assert self._arena is not None
         self._arena = change(self._arena)
 
     def collect(self, handle: StepHandle) -> ForwardOutput:
