@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,7 +50,8 @@ class ModelChoice:
     @property
     def name(self) -> str:
         """What the results call it."""
-        return self.shape or self.model or str(self.checkpoint)
+        named = self.shape or self.model or str(self.checkpoint)
+        return Path(named).name if Path(named).exists() else named
 
     @property
     def class_name(self) -> str | None:
