@@ -36,14 +36,17 @@ class GroupedTiles:
     rows: int
     block_columns: int
     block_inner: int
-    num_warps: int = 4
-    num_stages: int = 4
+    num_warps: int
+    num_stages: int
 
 
-SCAN_TILES = GroupedTiles(16, 32, 128)
-SCAN_TILES_DOWN = GroupedTiles(16, 64, 128)
-SORTED_TILES = GroupedTiles(128, 64, 64, num_warps=4, num_stages=3)
-SORTED_TILES_DOWN = GroupedTiles(128, 128, 64, num_warps=8, num_stages=3)
+# Measured on an H200 with 128 experts, top-8, 2048 x 768 in bfloat16, gate-up and down: at 1 token 0.83 and 0.71 of
+# copy bandwidth, at 32 tokens 1.02 and 0.96, at 64 tokens 1.02 and 0.93; at 4096 tokens 0.53 and 0.49 of the matmul
+# rate.
+SCAN_TILES = GroupedTiles(16, 64, 64, num_warps=4, num_stages=6)
+SCAN_TILES_DOWN = GroupedTiles(16, 128, 64, num_warps=4, num_stages=5)
+SORTED_TILES = GroupedTiles(128, 128, 64, num_warps=8, num_stages=4)
+SORTED_TILES_DOWN = GroupedTiles(128, 256, 64, num_warps=8, num_stages=3)
 
 
 class SortedPairs(NamedTuple):

@@ -32,12 +32,17 @@ REFERENCE_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """Rows (tokens x heads of a group) of a query tile, keys a block, warps and pipeline depth."""
+    """Rows (tokens x heads of a group) of a query tile, keys a block, warps and pipeline depth.
+
+    The rows are worked on in `parts`, one after another, so that the products of one part run under the softmax of
+    the next.
+    """
 
     rows: int = 128
     block_tokens: int = 64
-    num_warps: int = 8
-    num_stages: int = 5
+    num_warps: int = 4
+    num_stages: int = 3
+    parts: int = 1
 
 
 def choose_prefill_tiles(tokens: int, group: int, width: int) -> PrefillTiles:
@@ -158,6 +163,10 @@ class _Spec:
         return self.tiles.rows // self.group
 
     @property
+    def part_rows(self) -> int:
+        return self.tiles.rows // self.tiles.parts
+
+    @property
     def columns(self) -> int:
         """Head width, rounded up to a power of two."""
         return pl.next_power_of_2(self.width)
@@ -168,13 +177,23 @@ class _Tile(NamedTuple):
 
     row_first: jax.Array  # the sequence's first page row
     head: jax.Array  # KV head
-    entry: jax.Array  # [rows], the entry each row stands at
+    first_entry: jax.Array  # the entry its first token stands at
     entries: jax.Array  # entries that any row sees, from 0
 
 
+class _Part(NamedTuple):
+    """Some rows of a tile."""
+
+    token: jax.Array  # [rows]
+    heads: jax.Array  # [rows], query heads
+    live: jax.Array  # [rows], False past the sequence's end
+    entry: jax.Array  # [rows], the entry each row stands at
+    q: jax.Array  # [rows, columns]
+
+
 def _prefill_kernel(
-    q_ref, arena_ref, indptr_ref, ids_ref, query_ref, lens_ref, first_ref, planes_ref, count_ref, sequence_ref, start_ref,
-    *refs, spec: _Spec,
+    q_ref, arena_ref, indptr_ref, ids_ref, query_ref, lens_ref, first_ref, planes_ref,
+    count_ref, sequence_ref, start_ref, *refs, spec: _Spec,
 ):  # fmt: skip
     sinks_ref = refs[0] if spec.has_sinks else None
     out_ref = refs[-1]
@@ -186,39 +205,46 @@ def _prefill_kernel(
         query_end = query_ref[sequence + 1]
         # Token t stands at entry t + shift.
         shift = lens_ref[sequence] - query_end - first_ref[sequence]
-        rows = jnp.arange(spec.tiles.rows, dtype=jnp.int32)
         lanes = jnp.arange(spec.columns, dtype=jnp.int32)
-        token = start + rows // spec.group
-        heads = head * spec.group + rows % spec.group
-        live = (rows < spec.tile_tokens * spec.group) & (token < query_end)
-        inside = live[:, None] & (lanes < spec.width)[None, :]
-        q = plgpu.load(q_ref.at[token[:, None], heads[:, None], lanes[None, :]], mask=inside, other=0)
+        parts = []
+        for part in range(spec.tiles.parts):
+            rows = part * spec.part_rows + jnp.arange(spec.part_rows, dtype=jnp.int32)
+            token, heads = start + rows // spec.group, head * spec.group + rows % spec.group
+            live = (rows < spec.tile_tokens * spec.group) & (token < query_end)
+            inside = live[:, None] & (lanes < spec.width)[None, :]
+            q = plgpu.load(q_ref.at[token[:, None], heads[:, None], lanes[None, :]], mask=inside, other=0)
+            parts.append(_Part(token, heads, live, token + shift, q))
         entries = jnp.minimum(start + spec.tile_tokens, query_end) + shift
-        tile = _Tile(indptr_ref[sequence], head, token + shift, entries)
-        top, total, out = _attend(q, arena_ref, ids_ref, planes_ref, tile, start + shift, spec)
-        if sinks_ref is not None:
-            sinks = plgpu.load(sinks_ref.at[heads], mask=live, other=0.0)
-            total = total + jnp.exp2(sinks * LOG2E - top)
-        out = out / jnp.where(total > 0, total, 1.0)[:, None]
-        plgpu.store(out_ref.at[token[:, None], heads[:, None], lanes[None, :]], out.astype(out_ref.dtype), mask=inside)
+        tile = _Tile(indptr_ref[sequence], head, start + shift, entries)
+        sums = _attend(arena_ref, ids_ref, planes_ref, tile, parts, spec)
+        for part, (top, total, out) in zip(parts, sums, strict=True):
+            if sinks_ref is not None:
+                sinks = plgpu.load(sinks_ref.at[part.heads], mask=part.live, other=0.0)
+                total = total + jnp.exp2(sinks * LOG2E - top)
+            out = (out / jnp.where(total > 0, total, 1.0)[:, None]).astype(out_ref.dtype)
+            inside = part.live[:, None] & (lanes < spec.width)[None, :]
+            plgpu.store(out_ref.at[part.token[:, None], part.heads[:, None], lanes[None, :]], out, mask=inside)
 
 
-def _attend(q, arena_ref, ids_ref, planes_ref, tile: _Tile, first_entry, spec: _Spec):
-    """The online softmax over all blocks that the tile sees; its first row stands at `first_entry`."""
+def _attend(arena_ref, ids_ref, planes_ref, tile: _Tile, parts: list[_Part], spec: _Spec):
+    """The online softmax over all blocks that the tile sees: (top, total, out) of each part."""
     block = spec.tiles.block_tokens
-    carry = (
-        jnp.full((spec.tiles.rows,), MASKED, jnp.float32),
-        jnp.zeros((spec.tiles.rows,), jnp.float32),
-        jnp.zeros((spec.tiles.rows, spec.columns), jnp.float32),
-    )
-    walk = functools.partial(_attend_block, q, arena_ref, ids_ref, planes_ref, tile, spec)
-    whole_end = (first_entry + 1) // block
+    carry = [
+        (
+            jnp.full((spec.part_rows,), MASKED, jnp.float32),
+            jnp.zeros((spec.part_rows,), jnp.float32),
+            jnp.zeros((spec.part_rows, spec.columns), jnp.float32),
+        )
+        for _ in parts
+    ]
+    walk = functools.partial(_attend_block, arena_ref, ids_ref, planes_ref, tile, parts, spec)
+    whole_end = (tile.first_entry + 1) // block
     end = pl.cdiv(tile.entries, block)
     begin = inner = 0
     if spec.window is not None:
-        begin = jnp.maximum(first_entry - spec.window + 1, 0) // block
+        begin = jnp.maximum(tile.first_entry - spec.window + 1, 0) // block
         # Blocks from `inner` on lie within the window of the last row, and so of every row.
-        inner = pl.cdiv(jnp.maximum(first_entry + spec.tile_tokens - spec.window, 0), block)
+        inner = pl.cdiv(jnp.maximum(tile.first_entry + spec.tile_tokens - spec.window, 0), block)
         inner = jnp.clip(inner, begin, end)
         whole_end = jnp.maximum(whole_end, inner)
     low_edge = inner - begin
@@ -231,9 +257,8 @@ def _attend(q, arena_ref, ids_ref, planes_ref, tile: _Tile, first_entry, spec: _
     return lax.fori_loop(inner, whole_end, functools.partial(walk, False), carry)
 
 
-def _attend_block(q, arena_ref, ids_ref, planes_ref, tile: _Tile, spec: _Spec, edge: bool, index, carry):
+def _attend_block(arena_ref, ids_ref, planes_ref, tile: _Tile, parts, spec: _Spec, edge: bool, index, carry):
     """One block of the online softmax; `edge` blocks hold entries that some row must not see."""
-    top, total, out = carry
     lanes = jnp.arange(spec.columns, dtype=jnp.int32)
     entry = index * spec.tiles.block_tokens + jnp.arange(spec.tiles.block_tokens, dtype=jnp.int32)
     held = entry < tile.entries
@@ -246,23 +271,32 @@ def _attend_block(q, arena_ref, ids_ref, planes_ref, tile: _Tile, spec: _Spec, e
     inside = None
     if edge or spec.columns != spec.width:
         inside = (lanes < spec.width)[None, :] & (held[:, None] if edge else (entry >= 0)[:, None])
-    keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, q.dtype)
-    values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, q.dtype)
-    scores = tile_dot(q, keys, trans_b=True)
+    dtype = parts[0].q.dtype
+    keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, dtype)
+    values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, dtype)
+    scores = [tile_dot(part.q, keys, trans_b=True) for part in parts]
+    return [
+        _accumulate(spec, part, entry, values, score, edge, *sums)
+        for part, score, sums in zip(parts, scores, carry, strict=True)
+    ]
+
+
+def _accumulate(spec: _Spec, part: _Part, entry, values, scores, edge: bool, top, total, out):
+    """Adds one block's scores to a part's sums."""
     factor = spec.scale * LOG2E
     if spec.softcap is not None:
         scores = jnp.tanh(scores * (spec.scale / spec.softcap))
         factor = spec.softcap * LOG2E
     if edge:
-        seen = entry[None, :] <= tile.entry[:, None]
+        seen = entry[None, :] <= part.entry[:, None]
         if spec.window is not None:
-            seen &= entry[None, :] > tile.entry[:, None] - spec.window
+            seen &= entry[None, :] > part.entry[:, None] - spec.window
         scores = jnp.where(seen, scores, MASKED)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
     weights = exp2_affine(scores, factor, new_top[:, None], interpret=spec.interpret)
     keep = exp2_affine(top, 1.0, new_top, interpret=spec.interpret)
     total = total * keep + jnp.sum(weights, axis=1)
-    out = out * keep[:, None] + tile_dot(weights.astype(q.dtype), values)
+    out = out * keep[:, None] + tile_dot(weights.astype(values.dtype), values)
     return new_top, total, out
 
 

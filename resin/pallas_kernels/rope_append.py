@@ -74,7 +74,9 @@ def rope_append(
     )
     planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
     norms = () if q_norm is None else (q_norm, k_norm)
-    q, rows = _call(spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, width))
+    q, rows = _call(
+        spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, width)
+    )
     return q.reshape(tokens, spec.heads, width), rows.reshape(arena.shape)
 
 
@@ -204,7 +206,7 @@ def rope_append_ref(
 def _head_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight
+    return wide.astype(x.dtype) * weight[None, None, :]
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

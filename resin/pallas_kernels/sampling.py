@@ -59,7 +59,9 @@ def sample_tokens(logits: jax.Array, draw: Draw, *, interpret: bool = False) -> 
     """
     # Pallas Triton mislowers `where` of weakly typed scalars, which a column made from Python numbers has.
     floats = ("temperature", "top_p", "min_p")
-    draw = Draw(*(jnp.asarray(value, "float32" if name in floats else "int32") for name, value in draw._asdict().items()))
+    draw = Draw(
+        *(jnp.asarray(value, "float32" if name in floats else "int32") for name, value in draw._asdict().items())
+    )
     return _call(_Spec(logits.shape[0], logits.shape[1], interpret), logits, draw)
 
 

@@ -28,7 +28,7 @@ def tile_dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
 
 
 def load_rows(arena_ref, rows: jax.Array, lanes: jax.Array, inside: jax.Array | None, dtype) -> jax.Array:
-    """Tile `[len(rows), len(lanes)]` of a `[rows, width]` view of the arena, zero outside; uint16 holds bfloat16 bits."""
+    """Tile `[rows, lanes]` of a `[rows, width]` view of the arena, zero outside; uint16 holds bfloat16 bits."""
     other = None if inside is None else 0
     loaded = plgpu.load(arena_ref.at[rows[:, None], lanes[None, :]], mask=inside, other=other)
     return lax.bitcast_convert_type(loaded, dtype) if loaded.dtype == jnp.uint16 else loaded

@@ -1,0 +1,85 @@
+"""Which implementation of each kernel a platform runs: the one place that decides."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
+from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
+from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
+from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+
+# Above this many rows XLA's own products are as fast as `dense_small` (4096 x 28672 at 64 rows: 63 against 84 us).
+DENSE_KERNEL_ROWS = 16
+
+
+class Backend(enum.Enum):
+    """How kernels run."""
+
+    TRITON = "triton"
+    """Pallas bodies, compiled for the GPU."""
+    REFERENCE = "reference"
+    """Plain XLA."""
+    INTERPRET = "interpret"
+    """Pallas bodies in Pallas' interpreter: for tests."""
+
+
+PLATFORMS = {"cuda": Backend.TRITON, "gpu": Backend.TRITON, "cpu": Backend.REFERENCE}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one platform; signatures are those of the functions named alike in this package."""
+
+    backend: Backend
+    paged_decode: Callable[..., tuple[jax.Array, jax.Array | None]]
+    paged_prefill: Callable[..., jax.Array]
+    rope_append: Callable[..., tuple[jax.Array, jax.Array]]
+    dense: Callable[..., tuple[jax.Array, jax.Array | None]]
+    expert_ffn: Callable[..., jax.Array]
+    sample_tokens: Callable[..., jax.Array]
+
+
+def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = None) -> Kernels:
+    """The kernels for a platform.
+
+    Args:
+        platform: JAX's name of it ("cpu", "cuda", "gpu"); platforms without an entry take the XLA references.
+        cores: multiprocessors of the GPU, which split counts follow.
+        backend: overrides the platform's.
+    """
+    backend = backend or PLATFORMS.get(platform, Backend.REFERENCE)
+    if backend is Backend.REFERENCE:
+        return Kernels(
+            backend,
+            paged_decode_attention_ref,
+            paged_prefill_attention_ref,
+            rope_append_ref,
+            dense_small_ref,
+            expert_ffn_ref,
+            sample_tokens_ref,
+        )
+    bodies = {"interpret": backend is Backend.INTERPRET}
+    return Kernels(
+        backend,
+        functools.partial(paged_decode_attention, cores=cores, **bodies),
+        functools.partial(paged_prefill_attention, **bodies),
+        functools.partial(rope_append, **bodies),
+        functools.partial(_dense, **bodies),
+        functools.partial(expert_ffn, **bodies),
+        functools.partial(sample_tokens, **bodies),
+    )
+
+
+def _dense(x: jax.Array, weight: jax.Array, *, interpret: bool, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    if x.shape[0] > DENSE_KERNEL_ROWS:
+        return dense_small_ref(x, weight, **options)
+    return dense_small(x, weight, interpret=interpret, **options)

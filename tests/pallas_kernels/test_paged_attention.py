@@ -1,0 +1,123 @@
+"""Paged decode and prefill attention, interpreted, against dense float64 attention."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention, paged_decode_attention_ref
+from resin.pallas_kernels.paged_prefill import PrefillTiles, paged_prefill_attention, paged_prefill_attention_ref
+from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, relative_error
+
+LENGTHS = [1, 17, 300, 5, 129]
+# heads, kv_heads, width, page_entries, window, sinks, softcap
+SHAPES = [
+    (9, 3, 64, 16, None, False, None),
+    (4, 4, 80, 8, 20, True, None),
+    (7, 1, 128, 16, 5, True, 30.0),
+    (16, 1, 96, 32, None, True, None),
+    (4, 2, 256, 24, 100, False, 50.0),
+]
+
+
+def options(case: PagedCase, window: int | None, sinks: bool, softcap: float | None) -> dict:
+    logits = np.random.default_rng(9).standard_normal(case.q.shape[1]).astype(np.float32) if sinks else None
+    return {"window": window, "sinks": logits, "softcap": softcap}
+
+
+def run_decode(case: PagedCase, function, chosen: dict, **extra):
+    call = functools.partial(
+        function, kv_heads=case.kv_heads, page_entries=case.page_entries, scale=case.scale, **chosen, **extra
+    )
+    columns = (case.q, case.arena, case.page_indptr, case.page_ids, case.seq_lens, case.first_position)
+    return jax.jit(call)(*columns, case.key_row, case.value_row)
+
+
+def run_prefill(case: PagedCase, function, chosen: dict, **extra):
+    call = functools.partial(
+        function, kv_heads=case.kv_heads, page_entries=case.page_entries, scale=case.scale, **chosen, **extra
+    )
+    columns = (case.page_indptr, case.page_ids, case.query_indptr, case.seq_lens, case.first_position)
+    return jax.jit(call)(case.q, case.arena, *columns, case.key_row, case.value_row)
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_matches_dense_attention(shape, splits):
+    heads, kv_heads, width, entries, window, sinks, softcap = shape
+    case = build_case(
+        LENGTHS, [1] * 5, heads=heads, kv_heads=kv_heads, width=width, page_entries=entries, window=window
+    )
+    chosen = options(case, window, sinks, softcap)
+    if splits is None:
+        out, _ = run_decode(case, paged_decode_attention_ref, chosen)
+    else:
+        out, _ = run_decode(case, paged_decode_attention, chosen, tiles=DecodeTiles(32, splits), interpret=True)
+    assert relative_error(out, dense_attention(case, **chosen)) < 1e-6
+
+
+def test_decode_counters_come_back_as_zeros_and_serve_the_next_layer():
+    case = build_case(LENGTHS, [1] * 5, heads=4, kv_heads=2, width=64, page_entries=16)
+    zeros = np.zeros(5 * 2, np.int32)
+    tiles = DecodeTiles(32, 4)
+    once, counters = run_decode(case, paged_decode_attention, {}, counters=zeros, tiles=tiles, interpret=True)
+    assert not np.any(counters)
+    again, _ = run_decode(case, paged_decode_attention, {}, counters=counters, tiles=tiles, interpret=True)
+    np.testing.assert_array_equal(once, again)
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_padded_sequences_decode_to_zeros(interpret):
+    case = build_case([40], [1], heads=4, kv_heads=2, width=64, page_entries=16)
+    padded = PagedCase(
+        **{
+            **{name: getattr(case, name) for name in case.__dataclass_fields__},
+            "q": np.concatenate([case.q, case.q]),
+            "page_indptr": np.array([0, 3, 3], np.int32),
+            "seq_lens": np.array([40, 0], np.int32),
+            "first_position": np.zeros(2, np.int32),
+        }
+    )
+    function = paged_decode_attention if interpret else paged_decode_attention_ref
+    out, _ = run_decode(padded, function, {}, **({"interpret": True} if interpret else {}))
+    assert relative_error(out[:1], dense_attention(case)) < 1e-6
+    assert not np.any(out[1])
+
+
+@pytest.mark.parametrize("tiles", [None, PrefillTiles(32, 32), PrefillTiles(64, 16, parts=2)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefill_matches_dense_attention(shape, tiles):
+    heads, kv_heads, width, entries, window, sinks, softcap = shape
+    case = build_case(
+        LENGTHS,
+        [1, 10, 40, 5, 1],
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        page_entries=entries,
+        window=window,
+        padding_tokens=3,
+    )
+    chosen = options(case, window, sinks, softcap)
+    if tiles is None:
+        out = run_prefill(case, paged_prefill_attention_ref, chosen)
+    else:
+        out = run_prefill(case, paged_prefill_attention, chosen, tiles=tiles, interpret=True)
+    live = case.query_indptr[-1]
+    assert relative_error(out[:live], dense_attention(case, **chosen)[:live]) < 1e-6
+
+
+@pytest.mark.parametrize("function", [paged_prefill_attention_ref, paged_prefill_attention])
+def test_prefill_of_whole_and_chunked_prompts_agree(function):
+    whole = build_case([70], [70], heads=4, kv_heads=2, width=64, page_entries=16)
+    extra = {"interpret": True} if function is paged_prefill_attention else {}
+    full = run_prefill(whole, function, {}, **extra)
+    tail = PagedCase(
+        **{
+            **{name: getattr(whole, name) for name in whole.__dataclass_fields__},
+            "q": whole.q[37:],
+            "query_indptr": np.array([0, 33], np.int32),
+        }
+    )
+    np.testing.assert_allclose(run_prefill(tail, function, {}, **extra), full[37:], rtol=0, atol=2e-6)
