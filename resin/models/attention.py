@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.context import AttentionLayer, Context
 from resin.models.declare import BIAS, Fused, FusedPart, Placement, Transposed, declare
 from resin.models.norm import NormOrder, RMSNorm
-from resin.models.rope import Rope, rotate
+from resin.models.rope import Rope
 
 
 class Attention(nnx.Module):
@@ -75,20 +74,19 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(placement, q_norm, width, eps, norm_order) if eps is not None else None
         self.k_norm = RMSNorm(placement, k_norm, width, eps, norm_order) if eps is not None else None
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        """`[T, hidden]` -> `[T, hidden]`."""
+    def __call__(
+        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """`residual + attention(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         tokens, kv_heads, width = x.shape[0], self.layer.kv_heads, self.layer.head_dim
         with jax.named_scope("attention"):
-            joined = x @ self.qkv[...]
+            joined = context.product(x, self.qkv[...], norm=norm)
             if self.qkv_bias is not None:
                 joined = joined + self.qkv_bias[...][None, :]
             joined = joined.reshape(tokens, self.heads + 2 * kv_heads, width)
-            query, key, value = jnp.split(joined, (self.heads, self.heads + kv_heads), axis=1)
-            if self.q_norm is not None and self.k_norm is not None:
-                query, key = self.q_norm(query), self.k_norm(key)
-            rotation = context.rotation(self.rope)
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             sinks = None if self.sinks is None else self.sinks[...]
-            out = context.attend(self.layer, query, key, value, sinks)
-            out = context.sum_tp(out.reshape(tokens, self.heads * width) @ self.output[...])
+            out = context.attend_joined(self.layer, joined, self.rope, norms, sinks)
+            out = out.reshape(tokens, self.heads * width)
+            out = context.product(out, self.output[...], residual=residual, is_partial=True)
             return out if self.output_bias is None else out + self.output_bias[...][None, :]

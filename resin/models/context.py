@@ -7,13 +7,15 @@ is a plan over the arena. T tokens, H query heads, K KV heads, D head size: all 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from resin.models.rope import Rope
+from resin.models.norm import RMSNorm
+from resin.models.rope import Rope, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,63 @@ class Context(abc.ABC):
         Returns:
             [T, H, D].
         """
+
+    def attend_joined(
+        self,
+        layer: AttentionLayer,
+        joined: jax.Array,
+        rope: Rope,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises and rotates queries and keys, then `attend`.
+
+        Args:
+            layer: which layer this is.
+            joined: [T, H + 2 K, D], query heads, key heads, value heads.
+            rope: rotation of queries and keys.
+            norms: per-head norms of queries and keys; None for none.
+            sinks: as for `attend`.
+
+        Returns:
+            [T, H, D].
+        """
+        heads = joined.shape[1] - 2 * layer.kv_heads
+        query, key, value = jnp.split(joined, (heads, heads + layer.kv_heads), axis=1)
+        if norms is not None:
+            query, key = norms[0](query), norms[1](key)
+        rotation = self.rotation(rope)
+        return self.attend(layer, rotate(query, rotation), rotate(key, rotation), value, sinks)
+
+    def product(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        gate: Callable[[jax.Array], jax.Array] | None = None,
+        residual: jax.Array | None = None,
+        is_partial: bool = False,
+        out_dtype: str | None = None,
+    ) -> jax.Array:
+        """`residual + gated(norm(x) @ weight)`, in as few kernels as the platform allows.
+
+        Args:
+            x: [T, K].
+            weight: [K, N].
+            norm: of x before the product.
+            gate: activation of the first half of the columns, which then scales the second half.
+            residual: [T, N] (gated: N / 2), added at the end.
+            is_partial: K is cut over the mesh axis "tp", so that the devices' products add up.
+            out_dtype: of the result; None for x's.
+        """
+        out = jnp.matmul(x if norm is None else norm(x), weight, preferred_element_type=out_dtype)
+        if gate is not None:
+            first, second = jnp.split(out, 2, axis=-1)
+            out = gate(first) * second
+        if is_partial:
+            out = self.sum_tp(out)
+        return out if residual is None else residual + out
 
     @abc.abstractmethod
     def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:

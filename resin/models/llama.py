@@ -99,8 +99,8 @@ class LlamaLayer(nnx.Module):
         return GatedMLP(placement, f"model.layers.{index}.mlp", hidden=config.hidden, width=config.ffn)
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = x + self.attention(context, self.attention_norm(x))
-        return x + self.mlp(context, self.mlp_norm(x))
+        x = self.attention(context, x, norm=self.attention_norm, residual=x)
+        return self.mlp(context, x, norm=self.mlp_norm, residual=x)
 
 
 class Llama(Decoder):

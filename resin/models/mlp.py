@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.context import Context
 from resin.models.declare import Fused, FusedPart, Placement, Transposed, declare
+from resin.models.norm import RMSNorm
 
 
 class GatedMLP(nnx.Module):
@@ -47,8 +47,10 @@ class GatedMLP(nnx.Module):
         self.down = declare((width, hidden), placement, down, assembly=Transposed(), partition=("tp", None))
         self.activation = activation
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        """`[T, hidden]` -> `[T, hidden]`."""
+    def __call__(
+        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """`residual + mlp(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("mlp"):
-            gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)
-            return context.sum_tp((self.activation(gate) * up) @ self.down[...])
+            inner = context.product(x, self.gate_up[...], norm=norm, gate=self.activation)
+            return context.product(inner, self.down[...], residual=residual, is_partial=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from resin.models.context import AttentionLayer, Context, ShiftLayer
-from resin.pallas_kernels.paged_decode import paged_decode_attention_ref
-from resin.pallas_kernels.paged_prefill import paged_prefill_attention_ref
+from resin.models.norm import NormOrder, RMSNorm
+from resin.models.rope import Rope
+from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, Backend, Kernels, pick_kernels
 from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
 
 
@@ -50,12 +51,16 @@ class PagedContext(Context):
         geometry: CacheGeometry,
         token_ids: jax.Array,
         tp: int = 1,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__(token_ids, columns["positions"], tp)
         self.phase = phase
         self.columns = columns
         self.arena = arena
         self._groups = {group.name: (group, fill) for group, fill in zip(groups, geometry.groups, strict=True)}
+        self._kernels = kernels or pick_kernels("cpu")
+        self._is_reference = self._kernels.backend is Backend.REFERENCE
+        self._counters: dict[str, jax.Array] = {}
         self._sequence_of_token: jax.Array | None = None
 
     def plane_rows(self, group_name: str, plane_name: str) -> PlaneRows:
@@ -77,10 +82,91 @@ class PagedContext(Context):
         value: jax.Array,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        rows, key_row, _ = self._layer_rows(layer)
+        self._append(layer, rows, key_row, jnp.concatenate([key, value], axis=1))
+        return self._attend_pages(layer, query, sinks)
+
+    def attend_joined(
+        self,
+        layer: AttentionLayer,
+        joined: jax.Array,
+        rope: Rope,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        plain = norms is None or norms[0].order is not NormOrder.ONE_PLUS
+        if self._is_reference or not plain or self.phase is not Phase.DECODE or joined.dtype != jnp.bfloat16:
+            return super().attend_joined(layer, joined, rope, norms, sinks)
+        with jax.named_scope("append"):
+            rows, key_row, value_row = self._layer_rows(layer)
+            cos, sin = self.rotation(rope)
+            query, self.arena = self._kernels.rope_append(
+                joined,
+                cos,
+                sin,
+                self.arena,
+                self.columns[f"append_pages:{layer.group}"],
+                self.columns[f"append_offsets:{layer.group}"],
+                key_row,
+                value_row,
+                kv_heads=layer.kv_heads,
+                page_entries=rows.page_entries,
+                q_norm=None if norms is None else norms[0].weight[...],
+                k_norm=None if norms is None else norms[1].weight[...],
+                eps=1e-6 if norms is None else norms[0].eps,
+            )
+        return self._attend_pages(layer, query, sinks)
+
+    def product(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        gate: Callable[[jax.Array], jax.Array] | None = None,
+        residual: jax.Array | None = None,
+        is_partial: bool = False,
+        out_dtype: str | None = None,
+    ) -> jax.Array:
+        fits = x.shape[0] <= DENSE_KERNEL_ROWS and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu)
+        plain = norm is None or norm.order is not NormOrder.ONE_PLUS
+        if self._is_reference or not fits or not plain or (is_partial and self.tp > 1):
+            return super().product(
+                x, weight, norm=norm, gate=gate, residual=residual, is_partial=is_partial, out_dtype=out_dtype
+            )
+        out, counters = self._kernels.dense(
+            x,
+            weight,
+            norm=None if norm is None else norm.weight[...],
+            eps=1e-6 if norm is None else norm.eps,
+            gate=None if gate is None else "silu",
+            residual=residual,
+            out_dtype=out_dtype,
+            counters=self._zero_counters("dense", -(-weight.shape[1] // 16)),
+        )
+        self._keep_counters("dense", counters)
+        return out
+
+    def _zero_counters(self, kernel: str, least: int) -> jax.Array | None:
+        """Zeros that a kernel's programs count in and leave as zeros; one array serves all layers."""
+        if self._is_reference:
+            return None
+        held = self._counters.get(kernel)
+        return held if held is not None and held.shape[0] >= least else jnp.zeros((least,), jnp.int32)
+
+    def _keep_counters(self, kernel: str, counters: jax.Array | None) -> None:
+        if counters is not None:
+            self._counters[kernel] = counters
+
+    def _layer_rows(self, layer: AttentionLayer) -> tuple[PlaneRows, int, int]:
+        """The layer's plane, and the rows of its keys and of its values."""
         rows = self.plane_rows(layer.group, layer.plane)
         stride = layer.kv_heads * rows.page_entries
         key_row = rows.first_row + layer.index * 2 * stride
-        self._append(layer, rows, key_row, jnp.concatenate([key, value], axis=1))
+        return rows, key_row, key_row + stride
+
+    def _attend_pages(self, layer: AttentionLayer, query: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        rows, key_row, value_row = self._layer_rows(layer)
         columns = self.columns
         shared: dict[str, Any] = {
             "kv_heads": layer.kv_heads,
@@ -93,11 +179,21 @@ class PagedContext(Context):
         page_indptr, page_ids = columns[f"page_indptr:{layer.group}"], columns[f"page_ids:{layer.group}"]
         seq_lens, first_position = columns["seq_lens"], columns[f"first_position:{layer.group}"]
         if self.phase is Phase.DECODE:
-            out, _ = paged_decode_attention_ref(
-                query, self.arena, page_indptr, page_ids, seq_lens, first_position, key_row, key_row + stride, **shared
+            out, counters = self._kernels.paged_decode(
+                query,
+                self.arena,
+                page_indptr,
+                page_ids,
+                seq_lens,
+                first_position,
+                key_row,
+                value_row,
+                counters=self._zero_counters("decode", query.shape[0] * layer.kv_heads),
+                **shared,
             )
+            self._keep_counters("decode", counters)
             return out
-        return paged_prefill_attention_ref(
+        return self._kernels.paged_prefill(
             query,
             self.arena,
             page_indptr,
@@ -106,7 +202,7 @@ class PagedContext(Context):
             seq_lens,
             first_position,
             key_row,
-            key_row + stride,
+            value_row,
             **shared,
         )
 

@@ -81,5 +81,5 @@ class Vocabulary(nnx.Module):
     def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocab]` of `[..., hidden]`, whole on every device."""
         with jax.named_scope("head"):
-            share = jnp.matmul(hidden, self.head[...], preferred_element_type=jnp.float32)
+            share = context.product(hidden, self.head[...], out_dtype="float32")
             return context.gather_tp(share) if self.cut else share

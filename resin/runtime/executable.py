@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from resin.models.families import Model
 from resin.models.paged import PagedContext
 from resin.models.weights import AbstractModel
+from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
 from resin.runtime.sampling import Logprobs, any_flags, has, no_logprobs, sample, token_logprobs
 from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
@@ -43,12 +44,19 @@ class StepSpec:
         config: groups, geometry, limits.
         mesh: where it runs.
         dtype: of the activations; float32 computes products in full float32.
+        backend: of the kernels; None takes the platform's.
     """
 
     model: AbstractModel
     config: RunnerConfig
     mesh: Mesh
     dtype: str
+    backend: Backend | None = None
+
+    def kernels(self) -> Kernels:
+        """The kernels that the mesh's devices run."""
+        device = self.mesh.devices.flat[0]
+        return pick_kernels(device.platform, cores=getattr(device, "core_count", None) or 132, backend=self.backend)
 
     def arguments(self, bucket: Bucket, arena: ArenaSpec) -> tuple[Any, ...]:
         """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, masks."""
@@ -131,6 +139,7 @@ def run_step(
     starts, ends = columns["query_indptr"][:-1], columns["query_indptr"][1:]
     from_slot = jnp.where(has(columns, RowFlag.FROM_SLOT), starts, bucket.tokens)
     token_ids = columns["token_ids"].at[from_slot].set(slots.last_token[columns["slots"]], mode="drop")
+    kernels = spec.kernels()
     context = PagedContext(
         phase=bucket.phase,
         columns=columns,
@@ -139,11 +148,12 @@ def run_step(
         geometry=spec.config.geometry,
         token_ids=token_ids,
         tp=spec.mesh.shape["tp"],
+        kernels=kernels,
     )
     model = spec.model.merge(weights)
     hidden = model(context)
     logits = model.logits(context, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
-    tokens = sample(logits, columns, slots, masks)
+    tokens = sample(logits, columns, slots, masks, kernels)
     logprobs = lax.cond(
         (any_flags(columns) & RowFlag.LOGPROBS) != 0,
         lambda: token_logprobs(logits, tokens),

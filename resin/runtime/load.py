@@ -13,6 +13,7 @@ from resin.models.families import find_model_class
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.registry import open_checkpoint, resolve
 from resin.models.weights import AbstractModel, Progress, dummy_weights, load_weights
+from resin.pallas_kernels.table import Backend
 from resin.plan import CacheGroup, InvalidRequest, RunnerConfig, StateGroup, plan_geometry
 from resin.recipes.tokenizer import load_tokenizer
 from resin.runtime.bucket_table import build_buckets, decode_sizes, prefill_sizes
@@ -125,7 +126,8 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
         arena_dtype=arena_dtype,
     )
     abstract = AbstractModel.of(model_class(config, placement))
-    return StepSpec(abstract, runner_config, mesh, placement.dtype)
+    backend = None if options.kernels is None else Backend(options.kernels)
+    return StepSpec(abstract, runner_config, mesh, placement.dtype, backend)
 
 
 def _space_checkpoints(groups: tuple[CacheGroup, ...], checkpoint_tokens: int | None) -> tuple[CacheGroup, ...]:

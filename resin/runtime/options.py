@@ -8,6 +8,7 @@ from pathlib import Path
 from resin.plan import InvalidRequest
 
 DTYPES = ("float32", "bfloat16")
+KERNELS = ("triton", "reference", "interpret")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class RunnerOptions:
     Attributes:
         dtype: dtype of weights and activations: float32 on CPU, bfloat16 on GPU.
         cache_dtype: dtype of the arena: float32 on CPU, bfloat16 on GPU.
+        kernels: "triton", "reference" (plain XLA) or "interpret" (Triton bodies in an interpreter, for tests): Triton
+            on GPU, the references on CPU.
         dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
         max_sequences: sequences that run at once.
         max_context_tokens: longest sequence; None takes the model's own limit, at most 4096 on CPU and 32768 on GPU.
@@ -36,6 +39,7 @@ class RunnerOptions:
 
     dtype: str | None = None
     cache_dtype: str | None = None
+    kernels: str | None = None
     dp: int = 1
     cp: int = 1
     tp: int = 1
@@ -59,6 +63,8 @@ class RunnerOptions:
         for name in ("dtype", "cache_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
                 raise InvalidRequest(name, getattr(self, name), f"one of {DTYPES}")
+        if self.kernels not in (None, *KERNELS):
+            raise InvalidRequest("kernels", self.kernels, f"one of {KERNELS}")
         for name in ("dp", "cp", "ep"):
             if getattr(self, name) != 1:
                 raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from resin.pallas_kernels.sampling import Draw
+from resin.pallas_kernels.table import Backend, Kernels
 from resin.plan import RowFlag
 from resin.plan.sampling import MAX_TOP_LOGPROBS
 from resin.runtime.slots import MAX_COUNT, SlotTable
@@ -31,7 +33,9 @@ class Logprobs(NamedTuple):
     top: jax.Array
 
 
-def sample(logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Array, kernels: Kernels | None = None
+) -> jax.Array:
     """One token a row, int32 [B].
 
     Args:
@@ -39,10 +43,19 @@ def sample(logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Arr
         columns: the plan's columns.
         slots: device slot table.
         masks: int32 [B, ceil(V / 32)], read only if a row has MASK.
+        kernels: their sampling kernel runs first, unless it is the reference; rows it passes back are drawn here.
     """
     flags = any_flags(columns)
     with jax.named_scope("sampling"):
         logits = lax.cond((flags & ADJUST) != 0, lambda x: _adjust(x, columns, slots, masks), lambda x: x, logits)
+        if kernels is not None and kernels.backend is not Backend.REFERENCE:
+            tokens = kernels.sample_tokens(logits, _kernel_draw(columns))
+            return lax.cond(
+                jnp.any((tokens < 0) & (columns["row_flags"] != 0)),
+                lambda x: jnp.where(tokens < 0, _draw(x, columns), tokens),
+                lambda x: jnp.maximum(tokens, 0),
+                logits,
+            )
         greedy = first_argmax(logits)
         return lax.cond(
             (flags & RowFlag.SAMPLE) != 0,
@@ -50,6 +63,20 @@ def sample(logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Arr
             lambda x: greedy,
             logits,
         )
+
+
+def _kernel_draw(columns: Columns) -> Draw:
+    """Rows without SAMPLE are greedy, rows without TRUNCATE whole."""
+    cut = has(columns, RowFlag.TRUNCATE)
+    return Draw(
+        temperature=jnp.where(has(columns, RowFlag.SAMPLE), columns["temperature"], 0.0),
+        top_k=jnp.where(cut, columns["top_k"], 0),
+        top_p=jnp.where(cut, columns["top_p"], 1.0),
+        min_p=jnp.where(cut, columns["min_p"], 0.0),
+        seed_low=columns["seed_low"],
+        seed_high=columns["seed_high"],
+        positions=columns["seq_lens"],
+    )
 
 
 def any_flags(columns: Columns) -> jax.Array:
