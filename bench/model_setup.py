@@ -13,7 +13,7 @@ from flax import nnx
 
 from bench.cases import Case
 from bench.shapes import SHAPES, shape_checkpoint
-from resin import ArenaSpec, CacheGroup, InvalidRequest
+from resin import ArenaSpec, Bucket, CacheGroup, InvalidRequest
 from resin.models.declare import Placement
 from resin.models.experts import MixtureOfExperts
 from resin.models.families import ModelClass, find_model_class
@@ -118,8 +118,8 @@ def build_setup(
         if choice.balanced_experts:
             model_class = BalancedModel(model_class)
         config = model_class.Config.from_hf(checkpoint.config)
-        spec = build_spec(model_class, config, _sized(options, cases), mesh)
-        spec = replace(spec, config=replace(spec.config, buckets=_all_buckets(spec, cases)))
+        spec = build_spec(model_class, config, sized_options(options, cases), mesh)
+        spec = replace(spec, config=replace(spec.config, buckets=all_buckets(spec, cases)))
         if choice.dummy:
             weights = dummy_weights(spec.model, mesh, seed=options.seed, progress=progress)
         else:
@@ -133,7 +133,8 @@ def build_setup(
     return Setup(runner, spec, weights, num_pages)
 
 
-def _sized(options: RunnerOptions, cases: Sequence[Case]) -> RunnerOptions:
+def sized_options(options: RunnerOptions, cases: Sequence[Case]) -> RunnerOptions:
+    """The options with room for every case."""
     most = max(case.sequences for case in cases)
     return replace(
         options,
@@ -145,7 +146,8 @@ def _sized(options: RunnerOptions, cases: Sequence[Case]) -> RunnerOptions:
     )
 
 
-def _all_buckets(spec: StepSpec, cases: Sequence[Case]) -> tuple[Any, ...]:
+def all_buckets(spec: StepSpec, cases: Sequence[Case]) -> tuple[Bucket, ...]:
+    """The cases' buckets, each once, smallest first within its phase."""
     buckets = {bucket for case in cases for bucket in case.buckets(spec.config)}
     return tuple(sorted(buckets, key=lambda bucket: (bucket.phase, bucket.tokens, bucket.sequences, bucket.row_pages)))
 

@@ -6,6 +6,7 @@ T tokens, H query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,9 +175,41 @@ def layer_uses(model: AbstractModel) -> tuple[AttentionUse | ShiftUse, ...]:
         uses.extend(context.uses)
         return hidden
 
-    weights = [jax.ShapeDtypeStruct(item.shape, item.dtype) for item in model.declarations]
-    jax.eval_shape(forward, weights, jax.ShapeDtypeStruct((1,), np.int32))
+    jax.eval_shape(forward, *_abstract_arguments(model))
     return tuple(uses)
+
+
+def head_flops(model: AbstractModel) -> int:
+    """Operations of all products between one hidden state and its logits."""
+
+    def logits(weights: Sequence[jax.Array], token_ids: jax.Array) -> jax.Array:
+        return model.merge(weights).logits(RecordingContext(token_ids), hidden(weights, token_ids))
+
+    def hidden(weights: Sequence[jax.Array], token_ids: jax.Array) -> jax.Array:
+        return model.merge(weights)(RecordingContext(token_ids))
+
+    weights, token_ids = _abstract_arguments(model)
+    whole, body = (jax.make_jaxpr(function)(weights, token_ids) for function in (logits, hidden))
+    return _product_flops(whole.jaxpr) - _product_flops(body.jaxpr)
+
+
+def _abstract_arguments(model: AbstractModel) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    weights = [jax.ShapeDtypeStruct(item.shape, item.dtype) for item in model.declarations]
+    return weights, jax.ShapeDtypeStruct((1,), np.int32)
+
+
+def _product_flops(jaxpr: Any) -> int:
+    flops = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            flops += 2 * inner * equation.outvars[0].aval.size
+        for value in equation.params.values():
+            inside = getattr(value, "jaxpr", value)
+            if hasattr(inside, "eqns"):
+                flops += _product_flops(inside)
+    return flops
 
 
 class WorkCounter:
@@ -193,6 +226,8 @@ class WorkCounter:
         self._config = config
         self._balanced = balanced
         self._uses = layer_uses(model)
+        self._head_flops = head_flops(model)
+        self._token_flops = model.flops_per_token - self._head_flops
 
     def count(self, plan: BatchPlan) -> Work:
         """The work of one plan."""
@@ -201,7 +236,8 @@ class WorkCounter:
         queries = np.diff(plan.query_indptr[: rows + 1]).astype(np.int64)
         fresh = (plan.row_flags[:rows] & RowFlag.FRESH_STATE) != 0
         read = written = 0
-        flops = self._product_flops(plan.num_tokens, int(plan.emits.sum()))
+        # The head multiplies the last token of each sequence alone.
+        flops = plan.num_tokens * self._token_flops + int(plan.emits.sum()) * self._head_flops
         for use in self._uses:
             if isinstance(use, ShiftUse):
                 state = use.layer.taps * use.width * self._itemsize(use.layer.group, use.layer.plane)
@@ -219,14 +255,6 @@ class WorkCounter:
         if not self._balanced:
             return round(sum(item.touched_nbytes(tokens) for item in self._model.declarations))
         return round(sum(item.nbytes * min(1.0, item.token_share * tokens) for item in self._model.declarations))
-
-    def _product_flops(self, tokens: int, emitting: int) -> int:
-        flops = 0
-        for item in self._model.declarations:
-            # The head, [hidden, vocab], multiplies the last token of each sequence alone.
-            is_head = item.flops_per_token > 0 and item.shape[-1] == self._config.vocab_size
-            flops += item.flops_per_token * (emitting if is_head else tokens)
-        return flops
 
     def _itemsize(self, group_name: str, plane_name: str) -> int:
         planes = {(group.name, plane.name): plane for group in self._config.groups for plane in group.planes}

@@ -150,13 +150,13 @@ def run_cases(
     ceilings, about = probe.median(), describe_run(args.commit)
     print_header(ceilings)
     rows = []
-    for case, resident, nats in zip(cases, residents, checks, strict=True):
+    for case, resident, error in zip(cases, residents, checks, strict=True):
         driven = None
         if args.engine and case.phase is Phase.DECODE:
             window = {"num_pages": setup.num_pages, "rounds": args.rounds, "steps": args.engine_steps}
             driven = drive(case, runner, resident.plan, params, **window)
         row = case_row(case, resident, driven, counter.count(resident.plan), ceilings, setup)
-        row |= {"model": choice.name, "weights": "random" if args.dummy else "checkpoint", "check_nats": nats}
+        row |= {"model": choice.name, "weights": "random" if args.dummy else "checkpoint", "check_error": error}
         row |= {"sampling": {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}}
         row |= {"balanced_experts": args.balanced_experts, **memory, **about}
         print_row(row)
@@ -236,9 +236,9 @@ def print_row(row: dict[str, Any]) -> None:
     spread = (max(row["ms_rounds"]) - min(row["ms_rounds"])) / row["ms"]
     case = f"{row['phase']} {row['sequences']}x{row['context_tokens']}"
     engine = f"{row['engine_ms']:11.3f}{row['engine_ratio']:7.3f}" if "engine_ms" in row else f"{'':18}"
-    nats = f"{row['check_nats']:.4f}" if row["check_nats"] is not None else "repeat"
+    error = f"{row['check_error']:.4f}" if row["check_error"] is not None else "repeat"
     print(
         f"{case:<18}{row['ms']:9.3f}{spread:8.1%}{row['limit_ms']:8.3f}{row['limit_fraction']:9.1%}"
-        f"{row['tokens_per_s_per_gpu']:11.0f}{row['host_call_ms']:9.3f}{row['kernels']:9d}{engine}{nats:>9}",
+        f"{row['tokens_per_s_per_gpu']:11.0f}{row['host_call_ms']:9.3f}{row['kernels']:9d}{engine}{error:>9}",
         flush=True,
     )
