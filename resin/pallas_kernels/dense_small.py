@@ -181,18 +181,19 @@ class _Spec:
 
 
 def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
-    refs = list(refs)
-    norm_ref = refs.pop(0) if spec.has_norm else None
-    residual_ref = refs.pop(0) if spec.has_residual else None
+    norm_ref = refs[0] if spec.has_norm else None
+    residual_ref = refs[spec.has_norm] if spec.has_residual else None
+    # With splits the counters come as an input too, aliased to the last output.
+    outputs = refs[spec.has_norm + spec.has_residual + (spec.tiles.splits > 1) :]
     column_block, split = pl.program_id(0), pl.program_id(1)
     column = column_block * spec.tiles.block_columns + jnp.arange(spec.tiles.block_columns, dtype=jnp.int32)
     steps = pl.cdiv(pl.cdiv(spec.inner, spec.tiles.block_inner), spec.tiles.splits)
     product = _vector_product if spec.tiles.vector else _matrix_product
     squares, *sums = product(x_ref, weight_ref, norm_ref, column, split * steps, steps, spec)
     if spec.tiles.splits == 1:
-        _finish(refs[-1], residual_ref, column, squares, sums, spec)
+        _finish(outputs[0], residual_ref, column, squares, sums, spec)
         return
-    out_ref, parts_ref, squares_ref, counter_ref = refs[1:]
+    out_ref, parts_ref, squares_ref, counter_ref = outputs
     row = jnp.arange(spec.row_tile, dtype=jnp.int32)
     inside = (row >= 0)[:, None] & (column < spec.columns)[None, :]
     for part, total in enumerate(sums):

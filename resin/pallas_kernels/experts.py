@@ -50,10 +50,10 @@ SORTED_TILES_DOWN = GroupedTiles(128, 256, 64, num_warps=8, num_stages=3)
 
 
 class SortedPairs(NamedTuple):
-    """Pairs by expert and their row tiles; entries past `count` are padding."""
+    """Pairs by expert and their row tiles; entries past `live_tiles` are padding."""
 
     pairs: jax.Array  # int32 [P]
-    count: jax.Array  # int32 [1], live tiles
+    live_tiles: jax.Array  # int32 [1]
     expert: jax.Array  # int32 [tiles]
     start: jax.Array  # int32 [tiles], first place in `pairs`
     end: jax.Array  # int32 [tiles], end of the expert's places

@@ -193,10 +193,9 @@ class _Spec:
 
 
 def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, planes_ref, *refs, spec: _Spec):
-    refs = list(refs)
-    sinks_ref = refs.pop(0) if spec.has_sinks else None
-    if spec.tiles.splits > 1:
-        refs.pop(0)  # the counters, aliased to the last output
+    sinks_ref = refs[0] if spec.has_sinks else None
+    # With splits the counters come as an input too, aliased to the last output.
+    outputs = refs[spec.has_sinks + (spec.tiles.splits > 1) :]
     block = spec.tiles.block_tokens
     split, head, sequence = (pl.program_id(axis) for axis in range(3))
     origin = first_ref[sequence]
@@ -223,9 +222,9 @@ def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, p
         first_block = split * share
         top, total, out = lax.fori_loop(first_block, jnp.minimum(first_block + share, blocks), walk, (top, total, out))
         if spec.tiles.splits == 1:
-            _store(refs[0], sinks_ref, sequence, head, top, total, out, spec)
+            _store(outputs[0], sinks_ref, sequence, head, top, total, out, spec)
         else:
-            _leave_and_combine(refs, sinks_ref, sequence, head, split, live, top, total, out, spec)
+            _leave_and_combine(outputs, sinks_ref, sequence, head, split, live, top, total, out, spec)
 
 
 def _attend_block(
@@ -269,9 +268,9 @@ def _store(out_ref, sinks_ref, sequence, head, top, total, out, spec: _Spec) -> 
     plgpu.store(out_ref.at[sequence, heads[:, None], lanes[None, :]], out.astype(out_ref.dtype), mask=inside)
 
 
-def _leave_and_combine(refs, sinks_ref, sequence, head, split, live, top, total, out, spec: _Spec) -> None:
+def _leave_and_combine(outputs, sinks_ref, sequence, head, split, live, top, total, out, spec: _Spec) -> None:
     """Leaves this split's sums in the partial buffers; the last of `live` splits to arrive combines them all."""
-    out_ref, partial_ref, stats_ref, counter_ref = refs
+    out_ref, partial_ref, stats_ref, counter_ref = outputs
     rows = jnp.arange(spec.rows, dtype=jnp.int32)
     lanes = jnp.arange(spec.columns, dtype=jnp.int32)
     real = rows < spec.group_rows
@@ -302,9 +301,10 @@ def _combine_splits(partial_ref, stats_ref, sequence, head, live, spec: _Spec, i
     rows = jnp.arange(spec.group_rows, dtype=jnp.int32)
     lanes = jnp.arange(spec.columns, dtype=jnp.int32)
     held = (split < live)[:, None] & (rows >= 0)[None, :]
-    at = (sequence, head, split[:, None], rows[None, :])
-    tops = plgpu.load(stats_ref.at[(*at, 0)], mask=held, other=MASKED)
-    totals = plgpu.load(stats_ref.at[(*at, 1)], mask=held, other=0.0)
+    tops, totals = (
+        plgpu.load(stats_ref.at[sequence, head, split[:, None], rows[None, :], field], mask=held, other=other)
+        for field, other in ((0, MASKED), (1, 0.0))
+    )
     inside = held[:, :, None] & (lanes < spec.width)[None, None, :]
     at = (sequence, head, split[:, None, None], rows[None, :, None], lanes[None, None, :])
     outs = plgpu.load(partial_ref.at[at], mask=inside, other=0.0)

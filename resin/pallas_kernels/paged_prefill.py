@@ -131,7 +131,13 @@ def paged_prefill_attention(
 @functools.partial(jax.jit, static_argnums=0)
 def _call(spec: _Spec, operands: tuple[jax.Array, ...], tiling: TileMap, sinks: jax.Array | None) -> jax.Array:
     """The kernel call. Nested jit: the layers of a model trace and lower it once."""
-    inputs = [*operands, tiling.count.reshape(1), tiling.sequence, tiling.start, *([] if sinks is None else [sinks])]
+    inputs = [
+        *operands,
+        tiling.live_tiles.reshape(1),
+        tiling.sequence,
+        tiling.start,
+        *([] if sinks is None else [sinks]),
+    ]
     return pl.pallas_call(
         functools.partial(_prefill_kernel, spec=spec),
         grid=(tiling.start.shape[0], operands[0].shape[1] // spec.group),
@@ -197,18 +203,18 @@ def _prefill_kernel(
 ):  # fmt: skip
     sinks_ref = refs[0] if spec.has_sinks else None
     out_ref = refs[-1]
-    index, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+    place, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
 
-    @pl.when(index < count_ref[0])
+    @pl.when(place < count_ref[0])
     def _():
-        sequence, start = sequence_ref[index], start_ref[index]
+        sequence, start = sequence_ref[place], start_ref[place]
         query_end = query_ref[sequence + 1]
         # Token t stands at entry t + shift.
         shift = lens_ref[sequence] - query_end - first_ref[sequence]
         lanes = jnp.arange(spec.columns, dtype=jnp.int32)
         parts = []
-        for part in range(spec.tiles.parts):
-            rows = part * spec.part_rows + jnp.arange(spec.part_rows, dtype=jnp.int32)
+        for index in range(spec.tiles.parts):
+            rows = index * spec.part_rows + jnp.arange(spec.part_rows, dtype=jnp.int32)
             token, heads = start + rows // spec.group, head * spec.group + rows % spec.group
             live = (rows < spec.tile_tokens * spec.group) & (token < query_end)
             inside = live[:, None] & (lanes < spec.width)[None, :]
@@ -240,7 +246,7 @@ def _attend(arena_ref, ids_ref, planes_ref, tile: _Tile, parts: list[_Part], spe
     walk = functools.partial(_attend_block, arena_ref, ids_ref, planes_ref, tile, parts, spec)
     whole_end = (tile.first_entry + 1) // block
     end = pl.cdiv(tile.entries, block)
-    begin = inner = 0
+    begin = inner = jnp.int32(0)
     if spec.window is not None:
         begin = jnp.maximum(tile.first_entry - spec.window + 1, 0) // block
         # Blocks from `inner` on lie within the window of the last row, and so of every row.
@@ -301,9 +307,9 @@ def _accumulate(spec: _Spec, part: _Part, entry, values, scores, edge: bool, top
 
 
 class TileMap(NamedTuple):
-    """Query tiles in token order; entries past `count` are padding with `sequence` = number of sequences."""
+    """Query tiles in token order; entries past `live_tiles` are padding with `sequence` = number of sequences."""
 
-    count: jax.Array  # int32 [], live tiles
+    live_tiles: jax.Array  # int32 []
     sequence: jax.Array  # int32 [tiles]
     start: jax.Array  # int32 [tiles], first token of the tile
 
@@ -398,5 +404,5 @@ def paged_prefill_attention_ref(
         # Rows past the sequence's end belong to the next sequence, whose tiles come later and overwrite them.
         return lax.dynamic_update_slice(out, rows, (start, 0, 0))
 
-    out = lax.fori_loop(0, tiles.count, attend_tile, jnp.zeros_like(padded))
+    out = lax.fori_loop(0, tiles.live_tiles, attend_tile, jnp.zeros_like(padded))
     return out[:tokens]

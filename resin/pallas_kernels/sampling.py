@@ -188,7 +188,7 @@ def _choose_kernel(
         # Unused places repeat span 0; only the first `count` are real.
         real = (jnp.arange(KEPT_SPANS, dtype=jnp.int32) < count)[:, None] & (ids >= 0)
         values = jnp.where(real, _scaled(logits_ref, temperature_ref[row], row, ids, spec), -jnp.inf)
-        order = jnp.where(real, _ordered(values), SIGN)
+        order = jnp.where(real, ordered(values), SIGN)
         # Only tokens at or above the floor are sure to be complete.
         inside = real & (order >= floor)
         ones = jnp.where(inside, 1.0, 0.0)
@@ -217,7 +217,7 @@ def _keep_spans(maxima_ref, kept_ref, row, wanted, spec: _Spec):
     span = jnp.arange(pl.next_power_of_2(spec.spans), dtype=jnp.int32)
     live = span < spec.spans
     maxima = plgpu.load(maxima_ref.at[row, span], mask=live, other=-jnp.inf)
-    order = jnp.where(live, _ordered(maxima), SIGN)
+    order = jnp.where(live, ordered(maxima), SIGN)
     weights = jnp.where(live, 1.0, 0.0)
     floor = _threshold(order, weights, wanted.astype(jnp.float32))
     chosen = live & (order >= floor)
@@ -233,7 +233,7 @@ def _keep_spans(maxima_ref, kept_ref, row, wanted, spec: _Spec):
     return floor, jnp.sum(chosen.astype(jnp.int32))
 
 
-def _ordered(values):
+def ordered(values):
     """int32 that order as the floats do, -0.0 equal to 0.0."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -67,15 +67,15 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
             expert_ffn_ref,
             sample_tokens_ref,
         )
-    bodies = {"interpret": backend is Backend.INTERPRET}
+    interpret = backend is Backend.INTERPRET
     return Kernels(
         backend,
-        functools.partial(paged_decode_attention, cores=cores, **bodies),
-        functools.partial(paged_prefill_attention, **bodies),
-        functools.partial(rope_append, **bodies),
-        functools.partial(_dense, **bodies),
-        functools.partial(expert_ffn, **bodies),
-        functools.partial(sample_tokens, **bodies),
+        functools.partial(paged_decode_attention, cores=cores, interpret=interpret),
+        functools.partial(paged_prefill_attention, interpret=interpret),
+        functools.partial(rope_append, interpret=interpret),
+        functools.partial(_dense, interpret=interpret),
+        functools.partial(expert_ffn, interpret=interpret),
+        functools.partial(sample_tokens, interpret=interpret),
     )
 
 

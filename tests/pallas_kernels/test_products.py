@@ -109,7 +109,7 @@ def test_sorted_tiles_hold_each_pair_once():
     ids = np.array([3, 0, 3, 3, 1, 3, 0, 3], np.int32)
     lists = jax.tree.map(np.asarray, sort_pairs(ids, experts=5, tile_rows=2))
     seen = []
-    for tile in range(lists.count[0]):
+    for tile in range(lists.live_tiles[0]):
         begin, end = lists.start[tile], min(lists.start[tile] + 2, lists.end[tile])
         members = lists.pairs[begin:end]
         assert len(members) and set(ids[members]) == {lists.expert[tile]}

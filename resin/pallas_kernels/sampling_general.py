@@ -1,0 +1,115 @@
+"""The rows that `sampling.sample_tokens` gives back: any cut of any width, by searching over the whole vocabulary.
+
+One program a row; it leaves at once unless the row holds -1. Otherwise each cut is found bit by bit on integers that
+order as the floats do, every bit one pass over the row's V logits: about 130 passes, in steps where such a row is
+present and in no others. Order and ties as in `sampling`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from resin.pallas_kernels.sampling import NOWHERE, SIGN, Draw, gumbel, ordered, row_keys
+
+TILE_TOKENS = 4096  # 32 a thread of 4 warps
+
+
+def finish_tokens(tokens: jax.Array, logits: jax.Array, draw: Draw, *, interpret: bool = False) -> jax.Array:
+    """Replaces every -1 by the row's token.
+
+    Args:
+        tokens: int32 `[B]`, as `sample_tokens` returns them.
+        logits: float32 `[B, V]`.
+        draw: how each row is drawn.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        int32 `[B]`, none negative.
+    """
+    rows, vocab = logits.shape
+    keys = row_keys(draw.seed_low, draw.seed_high, draw.positions)
+    return pl.pallas_call(
+        functools.partial(_general_kernel, vocab=vocab),
+        grid=(rows,),
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.int32),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="sampling_general",
+    )(tokens, logits, draw.temperature, draw.top_k, draw.top_p, draw.min_p, keys)
+
+
+def _general_kernel(
+    tokens_ref, logits_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, keys_ref, out_ref, *, vocab: int
+):
+    row = pl.program_id(0)
+    out_ref[row] = tokens_ref[row]
+
+    @pl.when(tokens_ref[row] < 0)
+    def _():
+        temperature, top_k = temperature_ref[row], top_k_ref[row]
+        scale = jnp.where(temperature > 0, temperature, 1.0)
+
+        def tile(index):
+            ids = index * TILE_TOKENS + jnp.arange(TILE_TOKENS, dtype=jnp.int32)
+            values = plgpu.load(logits_ref.at[row, ids], mask=ids < vocab, other=-jnp.inf) / scale
+            return ids, values, ordered(values)
+
+        def over_tiles(step: Callable, start):
+            return lax.fori_loop(0, pl.cdiv(vocab, TILE_TOKENS), step, start)
+
+        top = over_tiles(lambda index, best: jnp.maximum(best, jnp.max(tile(index)[1])), jnp.float32(-jnp.inf))
+
+        def everything(order, ids):
+            return ids < vocab
+
+        def cut(inside: Callable, is_count: bool, share, wanted):
+            """The shortest prefix of `inside` (key falling, id rising) that weighs `wanted` or `share` of it all."""
+
+            def weigh(keep: Callable):
+                def add(index, total):
+                    ids, values, order = tile(index)
+                    weights = 1.0 if is_count else jnp.exp(values - top)
+                    return total + jnp.sum(jnp.where(inside(order, ids) & keep(order, ids), weights, 0.0))
+
+                return over_tiles(add, jnp.float32(0))
+
+            target = jnp.where(share < 1, share * weigh(everything), wanted)
+
+            def raise_key(step, found):
+                higher = found | lax.shift_left(jnp.int32(1), 31 - step)
+                weight = weigh(lambda order, ids: order >= (higher ^ SIGN))
+                return jnp.where(weight >= target, higher, found)
+
+            key = lax.fori_loop(0, 32, raise_key, jnp.int32(0)) ^ SIGN
+
+            def raise_id(step, bound):
+                higher = bound | lax.shift_left(jnp.int32(1), 30 - step)
+                weight = weigh(lambda order, ids: (order > key) | ((order == key) & (ids < higher)))
+                return jnp.where(weight >= target, bound, higher)
+
+            bound = lax.fori_loop(0, 31, raise_id, jnp.int32(0))
+            return lambda order, ids: inside(order, ids) & ((order > key) | ((order == key) & (ids <= bound)))
+
+        limited = (top_k > 0) & (top_k < vocab)
+        wanted = jnp.where(limited, top_k.astype(jnp.float32), jnp.inf)
+        likely = cut(everything, True, jnp.float32(1), wanted)
+        nucleus = cut(likely, False, top_p_ref[row], jnp.float32(jnp.inf))
+
+        def choose(index, best):
+            ids, values, order = tile(index)
+            kept = nucleus(order, ids) & (jnp.exp(values - top) >= min_p_ref[row])
+            noisy = jnp.where(kept, values + gumbel(keys_ref[row], ids), -jnp.inf)
+            here = jnp.max(noisy)
+            token = jnp.min(jnp.where(noisy == here, ids, NOWHERE))
+            value, chosen = best
+            return jnp.maximum(value, here), jnp.where(here > value, token, chosen)
+
+        _, token = over_tiles(choose, (jnp.float32(-jnp.inf), jnp.int32(0)))
+        out_ref[row] = token
