@@ -35,8 +35,9 @@ class Score(NamedTuple):
 def score_logits(logits: np.ndarray, token_ids: np.ndarray) -> Score:
     """Logprobs of `token_ids` [T] under their `[T, vocab]` logits."""
     logits, following = np.asarray(logits, np.float32)[:-1], np.asarray(token_ids)[1:]
-    total = np.logaddexp.reduce(logits, axis=-1)
-    top = -np.sort(-logits, axis=-1)[:, :TOP]
+    largest = logits.max(axis=-1, keepdims=True)
+    total = (largest[:, 0] + np.log(np.exp(logits - largest).sum(axis=-1, dtype=np.float64))).astype(np.float32)
+    top = -np.sort(np.partition(-logits, TOP - 1, axis=-1)[:, :TOP], axis=-1)
     return Score(logits[np.arange(len(following)), following] - total, top - total[:, None], float(logits.std()))
 
 
