@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.hdrs import METH_ALL
 
 from serve.endpoints.chat import create_chat_completion
 from serve.endpoints.completions import create_completion
@@ -78,7 +79,8 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
     finally:
         seconds = time.perf_counter() - started
         metrics.in_progress.dec()
-        metrics.requests.labels(path, request.method, str(status)).inc()
+        method = request.method if request.method in METH_ALL else "other"  # anything may stand there
+        metrics.requests.labels(path, method, str(status)).inc()
         metrics.seconds.labels(path).observe(seconds)
         _ACCESS.info(
             json.dumps(

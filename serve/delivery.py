@@ -69,9 +69,11 @@ class Delivery:
     def _run_round(self) -> None:
         started = time.perf_counter()
         self.rounds += 1
-        self.empty_outbox()
-        # The sessions just woken run before this: the loop keeps the order of its callbacks.
-        self._loop.call_soon(self._rest, started)
+        try:
+            self.empty_outbox()
+        finally:
+            # The sessions just woken run before this: the loop keeps the order of its callbacks.
+            self._loop.call_soon(self._rest, started)
 
     def _rest(self, started: float) -> None:
         busy_s = time.perf_counter() - started

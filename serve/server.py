@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import signal
 import threading
@@ -22,6 +23,13 @@ from serve.http_metrics import HttpMetrics
 from serve.service import Service
 
 _LOG = logging.getLogger("resin.serve")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class HttpServer:
@@ -136,6 +144,8 @@ class HttpServer:
         with self._signals():
             self._ready.set()
             _LOG.info("serving %s at %s", self.model, self.url)
+            if not self.config.api_keys and not _is_loopback(self.config.host):
+                _LOG.warning("no API key is set: whoever reaches %s can use the model", self.config.host)
             if on_ready is not None:
                 on_ready()
             await self._stop.wait()

@@ -154,6 +154,9 @@ class Service:
             ApiError: 429 if the queue is full, 503 if the server is stopping.
         """
         config = self.config
+        if len(plans) > config.request_queue_capacity:
+            message = f"{len(plans)} choices; this server's queue holds {config.request_queue_capacity}"
+            raise invalid("n", f"n: the request asks for {message}")
 
         def on_slow() -> None:
             self.metrics.slow_clients.inc()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 SETTINGS = {
     # Compiled programs are kept between runs, beside the tests and not in the user's own cache.
     "RESIN_CACHE": str(Path(__file__).resolve().parent.parent / ".cache"),
@@ -20,3 +22,7 @@ SETTINGS = {
 # A variable that is set already wins: JAX_PLATFORMS=cuda runs the tests marked gpu.
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
+
+# How long an example takes says more about the machine's other work than about the code.
+settings.register_profile("resin", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("resin")

@@ -119,6 +119,12 @@ async def test_unknown_model_path_method_and_rank(server: HttpServer) -> None:
     assert (status, answer["error"]["param"]) == (400, "resin-routed-dp-rank")
 
 
+async def test_more_choices_than_the_queue_holds_can_never_run() -> None:
+    with running_server(ScriptedRunner(), request_queue_capacity=3) as server:
+        status, answer = await post(server, "/v1/completions", {"prompt": ["x", "y"], "n": 2})
+        assert (status, answer["error"]["param"]) == (400, "n")
+
+
 async def test_body_size_output_limit_and_api_key() -> None:
     with running_server(ScriptedRunner(), max_body_bytes=2000, max_output_tokens=50, api_keys=("s3cret",)) as server:
         body = {"messages": MESSAGES}
