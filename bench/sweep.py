@@ -30,6 +30,7 @@ from bench.shapes import SHAPES
 from bench.step_check import PlainForward, check_repeatable, check_tokens
 from resin import InvalidRequest, Phase, SamplingParams
 from resin.runtime import RunnerOptions
+from resin.runtime.options import KERNELS
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -41,6 +42,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     weights.add_argument("--dummy", action="store_true", help="random weights, made on the device")
     weights.add_argument("--checkpoint", help="weights of --model")
     model.add_argument("--balanced-experts", action="store_true", help="tokens take experts in turn")
+    model.add_argument("--kernels", choices=KERNELS, help="default: triton on GPU, reference on CPU")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
     cases = parser.add_argument_group("cases")
     cases.add_argument("--context-lengths", type=_sizes, default=(1024,), help="tokens a sequence, comma-separated")
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = build_cases(args)
     choice = ModelChoice(args.model, args.shape, args.checkpoint, args.dummy, args.balanced_experts)
     started = time.perf_counter()
-    setup = build_setup(choice, cases, RunnerOptions(dtype=args.dtype))
+    setup = build_setup(choice, cases, RunnerOptions(dtype=args.dtype, kernels=args.kernels))
     print(f"ready after {time.perf_counter() - started:.1f} s; {setup.runner.ledger}", file=sys.stderr)
     rows = run_cases(args, cases, setup, choice)
     if args.output is not None:
@@ -189,6 +191,7 @@ def case_row(
         "tokens_per_s_per_gpu": tokens / step_s,
         "tokens_per_s_per_user": tokens / case.sequences / step_s,
         "host_call_ms": float(sorted(resident.call_ms)[len(resident.call_ms) // 2]),
+        "kernel_backend": setup.spec.kernels().backend.value,
         "kernels": count_kernels(setup.runner.executable(bucket).as_text() or ""),
         "plan_bytes": resident.plan.buffer.nbytes,
         "bytes": work.nbytes,
