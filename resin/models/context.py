@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from resin.models.grouped import grouped_experts
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope, rotate
 
@@ -167,6 +168,28 @@ class Context(abc.ABC):
         if is_partial:
             out = self.sum_tp(out)
         return out if residual is None else residual + out
+
+    def mix_experts(
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        count: int,
+        apply: Callable[[jax.Array, jax.Array], jax.Array],
+        matrices: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        """Each token's experts, weighted and summed; padding costs nothing.
+
+        Args:
+            x: [T, hidden].
+            experts: int32 [T, k], this device's share numbered from 0; others contribute nothing.
+            weights: float32 [T, k].
+            count: experts of this device.
+            apply: maps an expert (int32 scalar) and rows [M, hidden] to [M, hidden].
+            matrices: the same function as `[E, hidden, 2 I]` and `[E, I, hidden]`, if it is a silu-gated layer without
+                biases.
+        """
+        return grouped_experts(x, jnp.where(self.live_tokens()[:, None], experts, -1), weights, count, apply)
 
     @abc.abstractmethod
     def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:

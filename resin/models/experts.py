@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -25,8 +24,8 @@ from resin.models.declare import (
     Transposed,
     declare,
 )
-from resin.models.grouped import grouped_experts
 from resin.models.mxfp4 import BLOCK_BYTES, GROUP_VALUES, unpack_mxfp4
+from resin.models.norm import RMSNorm
 from resin.models.routers import Router
 from resin.plan import InvalidRequest
 
@@ -179,15 +178,27 @@ class MixtureOfExperts(nnx.Module):
             else None
         )
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        """`[T, hidden]` -> `[T, hidden]`."""
+    def __call__(
+        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """`residual + experts(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("experts"):
-            experts, weights = self.router(x)
+            x = x if norm is None else norm(x)
+            chosen, weights = self.router(x)
             if context.tp > 1:
-                experts = experts - lax.axis_index("tp") * self.share
-            # Padding chooses nobody, so it costs nothing.
-            experts = jnp.where(context.live_tokens()[:, None], experts, -1)
-            return context.sum_tp(grouped_experts(x, experts, weights, self.share, self._apply))
+                chosen = chosen - lax.axis_index("tp") * self.share
+            out = context.sum_tp(
+                context.mix_experts(x, chosen, weights, self.share, self._apply, self._plain_matrices())
+            )
+            return out if residual is None else residual + out
+
+    def _plain_matrices(self) -> tuple[jax.Array, jax.Array] | None:
+        """What a kernel for silu-gated experts takes, if these are such."""
+        if self.gate is not silu_gate or self.down_bias is not None:
+            return None
+        if not isinstance(self.gate_up, ExpertMatrix) or not isinstance(self.down, ExpertMatrix):
+            return None
+        return self.gate_up.weight[...], self.down.weight[...]
 
     def _apply(self, expert: jax.Array, x: jax.Array) -> jax.Array:
         joined = self.gate_up.product(expert, x)

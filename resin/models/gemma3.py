@@ -116,8 +116,8 @@ class Gemma3Layer(nnx.Module):
         self.mlp_out_norm = norm(name=f"{name}.post_feedforward_layernorm")
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = x + self.attention_out_norm(self.attention(context, self.attention_norm(x)))
-        return x + self.mlp_out_norm(self.mlp(context, self.mlp_norm(x)))
+        x = x + self.attention_out_norm(self.attention(context, x, norm=self.attention_norm))
+        return x + self.mlp_out_norm(self.mlp(context, x, norm=self.mlp_norm))
 
 
 class Gemma3(Decoder):

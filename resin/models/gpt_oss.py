@@ -125,8 +125,8 @@ class GptOssLayer(nnx.Module):
         )
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = x + self.attention(context, self.attention_norm(x))
-        return x + self.experts(context, self.experts_norm(x))
+        x = self.attention(context, x, norm=self.attention_norm, residual=x)
+        return self.experts(context, x, norm=self.experts_norm, residual=x)
 
 
 class GptOss(Decoder):

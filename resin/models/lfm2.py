@@ -138,8 +138,8 @@ class Lfm2Layer(nnx.Module):
         )
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = x + self.operator(context, self.operator_norm(x))
-        return x + self.mlp(context, self.ffn_norm(x))
+        x = self.operator(context, x, norm=self.operator_norm, residual=x)
+        return self.mlp(context, x, norm=self.ffn_norm, residual=x)
 
 
 class Lfm2(Decoder):

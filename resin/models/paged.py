@@ -13,6 +13,7 @@ import numpy as np
 from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
+from resin.models.shift import shift_chunks
 from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, Backend, Kernels, pick_kernels
 from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
 
@@ -61,7 +62,6 @@ class PagedContext(Context):
         self._kernels = kernels or pick_kernels("cpu")
         self._is_reference = self._kernels.backend is Backend.REFERENCE
         self._counters: dict[str, jax.Array] = {}
-        self._sequence_of_token: jax.Array | None = None
 
     def plane_rows(self, group_name: str, plane_name: str) -> PlaneRows:
         """Where a plane lies.
@@ -147,6 +147,21 @@ class PagedContext(Context):
         self._keep_counters("dense", counters)
         return out
 
+    def mix_experts(
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        count: int,
+        apply: Callable[[jax.Array, jax.Array], jax.Array],
+        matrices: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        if self._is_reference or matrices is None or x.dtype != jnp.bfloat16 or self.tp > 1:
+            return super().mix_experts(x, experts, weights, count, apply, matrices)
+        # Padding takes the first token's experts, so that it reads none that nobody else does.
+        experts = jnp.where(self.live_tokens()[:, None], experts, experts[:1])
+        return self._kernels.expert_ffn(x, experts, weights, *matrices)
+
     def _zero_counters(self, kernel: str, least: int) -> jax.Array | None:
         """Zeros that a kernel's programs count in and leave as zeros; one array serves all layers."""
         if self._is_reference:
@@ -219,33 +234,9 @@ class PagedContext(Context):
                 before = [held[:, age] for age in range(layer.taps)]
                 after = jnp.concatenate([held[:, 1:], x[:, None]], axis=1)
             else:
-                before, after = self._shift_chunks(layer.taps, held, x)
+                before, after = shift_chunks(held, x, self.columns["query_indptr"])
             self._write_state(layer, after)
             return before
-
-    def _shift_chunks(self, taps: int, held: jax.Array, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        """Per token the inputs before it, and per sequence the last ones `[B, taps, W]`, of ragged chunks.
-
-        Row `taps + i` of a sequence's history (state, then chunk) is its i-th token, so k tokens before token i is row
-        `taps + i - k`: of the state while i < k, of the chunk from then on.
-        """
-        starts, ends = self.columns["query_indptr"][:-1], self.columns["query_indptr"][1:]
-        token = jnp.arange(x.shape[0], dtype=jnp.int32)
-        if self._sequence_of_token is None:
-            found = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
-            self._sequence_of_token = jnp.minimum(found, starts.shape[0] - 1)
-        sequence = self._sequence_of_token
-        place = token - starts[sequence]
-        before = []
-        for back in range(taps, 0, -1):
-            shifted = jnp.pad(x, ((back, 0), (0, 0)))[: x.shape[0]]
-            old = held[sequence, jnp.clip(taps + place - back, 0, taps - 1)]
-            before.append(jnp.where((place >= back)[:, None], shifted, old))
-        ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)[None, :]
-        count = (ends - starts)[:, None]
-        recent = x.at[jnp.maximum(ends[:, None] - ages, 0)].get(mode="clip")
-        kept = jnp.take_along_axis(held, jnp.clip(taps + count - ages, 0, taps - 1)[:, :, None], axis=1)
-        return before, jnp.where((count >= ages)[:, :, None], recent, kept)
 
     def _state_index(self, layer: ShiftLayer, width: int, side: str) -> jax.Array:
         """Arena rows `[B, taps]` of a layer's part of each sequence's state; a state may span several pages."""

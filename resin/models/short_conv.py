@@ -8,6 +8,7 @@ from flax import nnx
 
 from resin.models.context import Context, ShiftLayer
 from resin.models.declare import Channels, Fused, FusedPart, Init, Placement, Sections, Transposed, declare
+from resin.models.norm import RMSNorm
 
 
 class ShortConv(nnx.Module):
@@ -43,11 +44,13 @@ class ShortConv(nnx.Module):
             (hidden, hidden), placement, f"{name}.out_proj.weight", assembly=Transposed(), partition=("tp", None)
         )
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        """`[T, hidden]` -> `[T, hidden]`."""
+    def __call__(
+        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """`residual + conv(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("short_conv"):
-            gate_in, gate_out, x = jnp.split(x @ self.input[...], 3, axis=-1)
+            gate_in, gate_out, x = jnp.split(context.product(x, self.input[...], norm=norm), 3, axis=-1)
             gated = gate_in * x
             inputs = [*context.recall(self.layer, gated), gated]
             filtered = sum(tap[None, :] * value for tap, value in zip(self.filter[...], inputs, strict=True))
-            return context.sum_tp((gate_out * filtered) @ self.output[...])
+            return context.product(gate_out * filtered, self.output[...], residual=residual, is_partial=True)
