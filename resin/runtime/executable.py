@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from resin.models.paged import PagedContext
 from resin.models.weights import AbstractModel
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
-from resin.runtime.sampling import Logprobs, any_flags, has, no_logprobs, sample, token_logprobs
+from resin.runtime.sampling import ADJUST, Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
 from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
 
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
@@ -27,12 +27,17 @@ ARENA_SPEC = PartitionSpec(None, "tp")
 REPLICATED = PartitionSpec()
 
 
+# What a plain program leaves out. On a GPU a branch in a program makes the host wait for its condition, 2 ms a step;
+# so the steps that need none of this, nearly all, run a program without branches.
+SPECIAL = ADJUST | RowFlag.LOGPROBS | RowFlag.PROMPT_LOGPROBS
+
+
 class StepOutput(NamedTuple):
-    """What a step leaves for the host. `prompt` is None in decode programs."""
+    """What a step leaves for the host."""
 
     token_ids: jax.Array  # int32 [B]
-    logprobs: Logprobs  # [B]
-    prompt: Logprobs | None  # [T], of the token that follows each
+    logprobs: Logprobs | None  # [B]; None in plain programs
+    prompt: Logprobs | None  # [T], of the token that follows each; None in plain and in decode programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,11 @@ class StepSpec:
     mesh: Mesh
     dtype: str
     backend: Backend | None = None
+
+    @property
+    def variants(self) -> tuple[bool, ...]:
+        """Whether each program of a bucket is plain: one program for all steps where branches cost nothing."""
+        return (False,) if self.kernels().backend is Backend.REFERENCE else (True, False)
 
     def kernels(self) -> Kernels:
         """The kernels that the mesh's devices run."""
@@ -79,8 +89,11 @@ def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, arena.dtype, sharding=NamedSharding(mesh, ARENA_SPEC))
 
 
-def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec) -> jax.stages.Compiled:
+def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, *, plain: bool = False) -> jax.stages.Compiled:
     """Compiles a bucket's program; arena and slots are donated and come back in place.
+
+    Args:
+        plain: for plans without any `SPECIAL` flag.
 
     Returns:
         `(weights, arena, slots, buffer, masks) -> (arena, slots, StepOutput)`.
@@ -90,7 +103,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec) -> jax.stages
     def step(
         weights: tuple[jax.Array, ...], arena: jax.Array, slots: SlotTable, buffer: jax.Array, masks: jax.Array
     ) -> tuple[jax.Array, SlotTable, StepOutput]:
-        return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks)
+        return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, plain=plain)
 
     mapped = jax.shard_map(
         step,
@@ -133,6 +146,8 @@ def run_step(
     slots: SlotTable,
     buffer: jax.Array,
     masks: jax.Array,
+    *,
+    plain: bool,
 ) -> tuple[jax.Array, SlotTable, StepOutput]:
     """The traced body: one device's view of a step."""
     columns = unpack(layout, buffer)
@@ -153,6 +168,9 @@ def run_step(
     model = spec.model.merge(weights)
     hidden = model(context)
     logits = model.logits(context, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
+    if plain:
+        tokens = draw_tokens(logits, columns, kernels)
+        return context.arena, _store_tokens(slots, columns, tokens), StepOutput(tokens, None, None)
     tokens = sample(logits, columns, slots, masks, kernels)
     logprobs = lax.cond(
         (any_flags(columns) & RowFlag.LOGPROBS) != 0,
@@ -178,9 +196,18 @@ def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
     return columns
 
 
+def _store_tokens(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
+    return replace(slots, last_token=slots.last_token.at[_emitting_slots(slots, columns)].set(tokens))
+
+
+def _emitting_slots(slots: SlotTable, columns: Mapping[str, jax.Array]) -> jax.Array:
+    """The slot of each row that emits, scratch for the others."""
+    return jnp.where(has(columns, RowFlag.EMIT), columns["slots"], slots.last_token.shape[0] - 1)
+
+
 def _update_slots(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
     scratch = slots.last_token.shape[0] - 1
-    rows = jnp.where(has(columns, RowFlag.EMIT), columns["slots"], scratch)
+    rows = _emitting_slots(slots, columns)
     counted = jnp.where(has(columns, RowFlag.PENALTIES), rows, scratch)
     counts = lax.cond(
         (any_flags(columns) & RowFlag.PENALTIES) != 0,
@@ -188,13 +215,7 @@ def _update_slots(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: ja
         lambda counts: counts,
         slots.counts,
     )
-    return SlotTable(
-        last_token=slots.last_token.at[rows].set(tokens),
-        counts=counts,
-        bias_ids=slots.bias_ids,
-        bias_values=slots.bias_values,
-        stop_ids=slots.stop_ids,
-    )
+    return replace(_store_tokens(slots, columns, tokens), counts=counts)
 
 
 def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> Logprobs:

@@ -26,7 +26,15 @@ from resin.plan import (
     RunnerConfig,
 )
 from resin.runtime.arena import allocate
-from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena, compile_load, compile_step
+from resin.runtime.executable import (
+    REPLICATED,
+    SPECIAL,
+    StepOutput,
+    StepSpec,
+    abstract_arena,
+    compile_load,
+    compile_step,
+)
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes, program_temporary_bytes
 from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
 
@@ -80,7 +88,7 @@ class ModelRunner:
         self._arena_spec: ArenaSpec | None = None
         self._arena: jax.Array | None = None
         self._slots: SlotTable | None = None
-        self._programs: dict[Bucket, jax.stages.Compiled] = {}
+        self._programs: dict[tuple[Bucket, bool], jax.stages.Compiled] = {}  # by bucket and whether plain
         self._load_program: jax.stages.Compiled | None = None
         self._masks: dict[int, jax.Array] = {}
         self._ready = False
@@ -148,15 +156,19 @@ class ModelRunner:
         """
         arena = self._bound_arena()
         started = time.perf_counter()
-        buckets = [bucket for bucket in self.config.buckets if bucket not in self._programs]
+        wanted = [(bucket, plain) for bucket in self.config.buckets for plain in self._spec.variants]
+        wanted = [key for key in wanted if key not in self._programs]
         with ThreadPoolExecutor(self._compile_threads, thread_name_prefix="resin-compile") as pool:
             load = pool.submit(compile_load, self._spec)
-            futures = {pool.submit(compile_step, self._spec, bucket, arena): bucket for bucket in buckets}
+            futures = {
+                pool.submit(compile_step, self._spec, bucket, arena, plain=plain): (bucket, plain)
+                for bucket, plain in wanted
+            }
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
                     self._programs[futures[future]] = future.result()
                     if progress is not None:
-                        progress(str(futures[future]), done, len(buckets))
+                        progress(str(futures[future][0]), done, len(wanted))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -218,7 +230,7 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
-        program = self._program(plan.bucket)
+        program = self._program(plan.bucket, plain=not int(plan.column("header")[2]) & SPECIAL)
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
                 self._slots = self._load_slot(*arguments)
@@ -227,8 +239,8 @@ class ModelRunner:
         return output
 
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The program of a bucket, for its text and its memory analysis."""
-        return self._program(bucket)
+        """The program that most steps of a bucket run, for its text and its memory analysis."""
+        return self._program(bucket, plain=True)
 
     def replace_arena(self, change: Callable[[jax.Array], jax.Array]) -> None:
         """Replaces the arena by what `change` makes of it, which should donate it: benchmarks fill it with noise."""
@@ -246,6 +258,7 @@ class ModelRunner:
         flags = np.bitwise_or.reduce(plan.row_flags)
         fields: dict[str, np.ndarray] = {}
         if flags & RowFlag.LOGPROBS:
+            assert output.logprobs is not None
             chosen, top_ids, top = (np.asarray(leaf)[emits] for leaf in output.logprobs)
             fields |= {"logprobs": chosen, "top_ids": top_ids, "top_logprobs": top}
         if flags & RowFlag.PROMPT_LOGPROBS and output.prompt is not None:
@@ -272,12 +285,13 @@ class ModelRunner:
             "largest_temporary_bytes": float(ledger.largest_temporary if ledger else 0),
         }
 
-    def _program(self, bucket: Bucket) -> jax.stages.Compiled:
-        program = self._programs.get(bucket)
+    def _program(self, bucket: Bucket, plain: bool) -> jax.stages.Compiled:
+        key = bucket, plain and True in self._spec.variants
+        program = self._programs.get(key)
         if program is None:
             self._count_compilation()
             started = time.perf_counter()
-            program = self._programs[bucket] = compile_step(self._spec, bucket, self._bound_arena())
+            program = self._programs[key] = compile_step(self._spec, bucket, self._bound_arena(), plain=key[1])
             self._compile_s += time.perf_counter() - started
         if self._arena is None:
             self._allocate(self._bound_arena())
@@ -298,6 +312,7 @@ def _wanted(plan: BatchPlan, output: StepOutput) -> list[jax.Array]:
     flags = np.bitwise_or.reduce(plan.row_flags)
     leaves = [output.token_ids]
     if flags & RowFlag.LOGPROBS:
+        assert output.logprobs is not None
         leaves += output.logprobs
     if flags & RowFlag.PROMPT_LOGPROBS and plan.phase is Phase.PREFILL and output.prompt is not None:
         leaves += output.prompt

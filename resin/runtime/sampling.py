@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from resin.pallas_kernels.sampling import Draw
+from resin.pallas_kernels.sampling_general import finish_tokens
 from resin.pallas_kernels.table import Backend, Kernels
 from resin.plan import RowFlag
 from resin.plan.sampling import MAX_TOP_LOGPROBS
@@ -43,19 +44,13 @@ def sample(
         columns: the plan's columns.
         slots: device slot table.
         masks: int32 [B, ceil(V / 32)], read only if a row has MASK.
-        kernels: their sampling kernel runs first, unless it is the reference; rows it passes back are drawn here.
+        kernels: draw the tokens, unless they are the references.
     """
     flags = any_flags(columns)
     with jax.named_scope("sampling"):
         logits = lax.cond((flags & ADJUST) != 0, lambda x: _adjust(x, columns, slots, masks), lambda x: x, logits)
         if kernels is not None and kernels.backend is not Backend.REFERENCE:
-            tokens = kernels.sample_tokens(logits, _kernel_draw(columns))
-            return lax.cond(
-                jnp.any((tokens < 0) & (columns["row_flags"] != 0)),
-                lambda x: jnp.where(tokens < 0, _draw(x, columns), tokens),
-                lambda x: jnp.maximum(tokens, 0),
-                logits,
-            )
+            return draw_tokens(logits, columns, kernels)
         greedy = first_argmax(logits)
         return lax.cond(
             (flags & RowFlag.SAMPLE) != 0,
@@ -63,6 +58,13 @@ def sample(
             lambda x: greedy,
             logits,
         )
+
+
+def draw_tokens(logits: jax.Array, columns: Columns, kernels: Kernels) -> jax.Array:
+    """One token a row from logits that need no adjustment, without branches on the host, int32 [B]."""
+    draw = _kernel_draw(columns)
+    tokens = kernels.sample_tokens(logits, draw)
+    return finish_tokens(tokens, logits, draw, interpret=kernels.backend is Backend.INTERPRET)
 
 
 def _kernel_draw(columns: Columns) -> Draw:
