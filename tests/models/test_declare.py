@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from resin.models.declare import Fused, FusedPart, Placement, Transposed
+from resin.models.declare import Channels, Deinterleaved, Fused, FusedPart, Placement, Sections, Stacked, Transposed
 from resin.plan import InvalidRequest
 
 
@@ -42,3 +42,34 @@ def test_placement_refuses_uneven_heads() -> None:
     with pytest.raises(InvalidRequest, match="num_key_value_heads=3"):
         Placement(tp=2).split_kv(3)
     assert [Placement(tp=tp).split_kv(2) for tp in (1, 2, 4)] == [2, 1, 1]
+
+
+def test_sections_split_one_tensor_into_parts() -> None:
+    joined = np.arange(6 * 5, dtype=np.float32).reshape(6, 5)
+    sections = Sections(Fused((FusedPart(2, 1),) * 3, tp=2))
+    assert sections.source_shapes((5, 6)) == ((6, 5),)
+    out = np.empty((5, 6), np.float32)
+    sections.fill(out, [joined])
+    np.testing.assert_array_equal(out.T, joined[[0, 2, 4, 1, 3, 5]])
+
+
+def test_stacked_fills_one_weight_an_index() -> None:
+    tensors = [np.full((2, 3), index, np.float32) for index in range(4)]
+    stacked = Stacked(Fused((FusedPart(1, 2),) * 2, tp=1), count=2)
+    assert stacked.source_shapes((2, 3, 4)) == ((2, 3),) * 4
+    out = np.empty((2, 3, 4), np.float32)
+    stacked.fill(out, tensors)
+    np.testing.assert_array_equal(out[:, 0], [[0, 0, 1, 1], [2, 2, 3, 3]])
+
+
+def test_deinterleaved_puts_even_places_first() -> None:
+    out = np.empty((1, 4, 2), np.uint8)
+    Deinterleaved(axis=1).fill(out, [np.arange(8, dtype=np.uint8).reshape(1, 4, 2)])
+    np.testing.assert_array_equal(out[0], [[0, 1], [4, 5], [2, 3], [6, 7]])
+
+
+def test_channels_turns_filters_over() -> None:
+    assert Channels().source_shapes((3, 8)) == ((8, 1, 3),)
+    out = np.empty((3, 2), np.float32)
+    Channels().fill(out, [np.arange(6, dtype=np.float32).reshape(2, 1, 3)])
+    np.testing.assert_array_equal(out, [[0, 3], [1, 4], [2, 5]])
