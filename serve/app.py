@@ -17,6 +17,7 @@ from serve.endpoints.chat import create_chat_completion
 from serve.endpoints.completions import create_completion
 from serve.endpoints.messages import count_tokens, create_message
 from serve.endpoints.openapi import get_openapi
+from serve.endpoints.page import get_page
 from serve.endpoints.responses import create_response, delete_response, get_response
 from serve.endpoints.status import get_health, get_metrics, get_model, list_models
 from serve.endpoints.tokens import detokenize, tokenize
@@ -30,7 +31,7 @@ _LOG = logging.getLogger("resin.serve")
 _ACCESS = logging.getLogger("resin.access")
 REQUEST_ID = web.RequestKey("request_id", str)
 _GIVEN_ID = re.compile(r"[\w.:\-]{1,128}")
-_OPEN_PATHS = ("/health", "/metrics")
+_OPEN_PATHS = ("/", "/health", "/metrics")
 
 
 def build_app(service: Service) -> web.Application:
@@ -54,6 +55,8 @@ def build_app(service: Service) -> web.Application:
     app.router.add_get("/health", get_health)
     app.router.add_get("/metrics", get_metrics)
     app.router.add_get("/openapi.json", get_openapi)
+    app.router.add_get("/", get_page)
+    app.router.add_get("/page/{name:.+}", get_page)
     return app
 
 
@@ -130,7 +133,8 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
 @web.middleware
 async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
     keys = service_of(request).config.api_keys
-    if keys and request.path not in _OPEN_PATHS:
+    is_open = request.path in _OPEN_PATHS or request.path.startswith("/page/")
+    if keys and not is_open:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):

@@ -87,21 +87,25 @@ class _Reply:
         self.created = int(time.time())
         self.model = service.model
         self.tokenizer: Tokenizer | None = service.tokenizer if body.logprobs else None
-        self.includes_usage = bool(body.stream_options and body.stream_options.include_usage)
+        options = body.stream_options
+        self.includes_usage = bool(options and options.include_usage)
+        self.usage_goes_on = bool(options and options.continuous_usage_stats)
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         chunk = self.head("chat.completion.chunk") | {"choices": choices}
-        if self.includes_usage:
+        if self.includes_usage or self.usage_goes_on:
             chunk["usage"] = usage
         return chunk
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None if self.tokenizer is None else chat_logprobs(entries, self.tokenizer)
 
-    def chunks_of(self, index: int, update: Update, *, is_first: bool) -> list[dict[str, Any]]:
+    def chunks_of(
+        self, index: int, update: Update, usage: dict[str, Any] | None, *, is_first: bool
+    ) -> list[dict[str, Any]]:
         """An update as chunks: one a delta, and one for the ending."""
         deltas = [_delta_fields(delta) for delta in update.deltas]
         if is_first:
@@ -116,7 +120,7 @@ class _Reply:
         if update.ending is not None:
             finish = FINISH_REASONS[update.ending]
             choices.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
-        return [self.chunk([choice]) for choice in choices]
+        return [self.chunk([choice], usage) for choice in choices]
 
     async def collect(self, session: Session) -> dict[str, Any]:
         """The whole answer at once."""
@@ -171,7 +175,8 @@ async def _stream(request: web.Request, session: Session, reply: _Reply) -> web.
     started: set[int] = set()
     try:
         async for choice, update in session.updates():
-            chunks = reply.chunks_of(choice.index, update, is_first=choice.index not in started)
+            usage = usage_of(session) if reply.usage_goes_on else None
+            chunks = reply.chunks_of(choice.index, update, usage, is_first=choice.index not in started)
             started.add(choice.index)
             await stream.send(chunks)
         if reply.includes_usage:

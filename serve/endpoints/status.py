@@ -40,6 +40,8 @@ async def get_health(request: web.Request) -> web.Response:
     service = service_of(request)
     state = {
         "status": "draining" if service.is_draining else "ok",
+        "model": service.model,
+        "replicas": 1,
         "active_sessions": service.actor.active,
         "queued": service.actor.queued,
     }

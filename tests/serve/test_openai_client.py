@@ -51,6 +51,16 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert all("\ufffd" not in (delta.delta.content or "") for delta in deltas)
 
 
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.chat.completions.create(
+        model="scripted", messages=ask("[words]"), stream=True, stream_options=options
+    )
+    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
+    assert counts == sorted(counts) and counts[-1] == len(WORDS.encode()) + 1
+    assert len(counts) > 2
+
+
 def test_max_tokens_under_both_names(client: openai.OpenAI) -> None:
     for limit in ({"max_tokens": 5}, {"max_completion_tokens": 5}):
         answer = client.chat.completions.create(model="scripted", messages=ask("[words]"), **limit)  # type: ignore[call-overload]

@@ -19,7 +19,7 @@ async def test_it_is_served_and_names_every_route(server: HttpServer) -> None:
         for route in server.app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    assert app_routes - described == {("GET", "/openapi.json")}
+    assert app_routes - described == {("GET", "/openapi.json"), ("GET", "/"), ("GET", "/page/{name}")}
     assert described <= app_routes
 
 
