@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +19,7 @@ def describe_run(commit: str | None = None) -> dict[str, str]:
         "commit": commit or current_commit(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
         "platform": str(getattr(device.client, "platform_version", device.platform)).splitlines()[0],
         "device": device.device_kind,
     }

@@ -1,8 +1,8 @@
 """Times plans that stay as they are: the device's own speed, without a scheduler.
 
 A plan is launched K times in a row, each launch taking the arena and the slots that the one before it gave back, and
-only the last is waited for. Cases and the device's ceilings take turns, several times over, so that all of them see
-the same clocks and neighbours; medians and spreads are over those rounds.
+only the last is waited for; what a lone launch takes is subtracted, so that the device's own pace is left. Cases and
+the device's ceilings take turns, several times over, so that all of them see the same clocks and neighbours.
 """
 
 from __future__ import annotations

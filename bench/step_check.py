@@ -95,8 +95,8 @@ def check_tokens(case: Case, runner: ModelRunner, plain: PlainForward, num_pages
         while engine.has_work():
             for event in engine.step():
                 if isinstance(event, TokensEvent):
-                    for row in event:
-                        reported[row.request].append(row)
+                    for tokens in event:
+                        reported[tokens.request].append(tokens)
     expected: dict[tuple[int, ...], np.ndarray] = {}
     worst = 0.0
     for request, rows in reported.items():
