@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from resin.models.rope import Rope
@@ -82,6 +83,11 @@ def layer_types_of(config: Mapping[str, Any], known: tuple[str, ...]) -> tuple[s
     if len(kinds) != layers or not set(kinds) <= set(known):
         raise InvalidRequest("layer_types", kinds, f"{layers} of {list(known)}")
     return tuple(kinds)
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """The fields of a model's Config, to build that of a model with more of them."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 def place_of(layer_types: tuple[str, ...], index: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from resin.models.config import refuse
+from resin.models.config import fields_of, refuse
 from resin.models.llama import Llama, LlamaConfig, LlamaLayer
 
 
@@ -20,7 +20,7 @@ class Qwen3Config(LlamaConfig):
         refuse(config, "use_sliding_window", False)
         # Published files carry window settings beside use_sliding_window=false; they mean nothing then.
         llama = LlamaConfig.from_hf({**config, "sliding_window": None})
-        return cls(**{field.name: getattr(llama, field.name) for field in fields(llama)})
+        return cls(**fields_of(llama))
 
 
 class Qwen3Layer(LlamaLayer):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flax import nnx
 
-from resin.models.config import require
+from resin.models.config import fields_of, require
 from resin.models.declare import Placement
 from resin.models.experts import ExpertSizes, listed_experts
 from resin.models.qwen3 import Qwen3, Qwen3Config, Qwen3Layer
@@ -29,7 +29,7 @@ class Qwen3MoeConfig(Qwen3Config):
         dense = Qwen3Config.from_hf(config)
         step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         return cls(
-            **{field.name: getattr(dense, field.name) for field in fields(dense)},
+            **fields_of(dense),
             experts=ExpertSizes(
                 experts=require(config, "num_experts", "num_local_experts"),
                 top_k=require(config, "num_experts_per_tok"),

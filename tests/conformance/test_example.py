@@ -1,0 +1,44 @@
+"""The page on adding a model tells the truth: its file, its checkpoint and its commands work as printed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from serve.cli import main
+from tests.conformance.example import MODEL, PAGE, write_example
+
+REFERENCE = Path(__file__).resolve().parent.parent / "data" / "goldens" / "granite.npz"
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    directory = write_example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield directory
+    sys.modules.pop("granite", None)
+
+
+def test_the_file_is_as_short_as_promised() -> None:
+    assert MODEL.count("\n") < 60
+
+
+def test_commands_of_the_page(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [line.split() for line in PAGE.read_text().splitlines() if line.startswith("    resin ")]
+    inspect, verify = ([str(REFERENCE) if word == "granite.npz" else word for word in command] for command in commands)
+    assert main(inspect[1:]) == 0
+    shown = capsys.readouterr().out
+    assert "Granite, 0.1 M parameters" in shown
+    assert "embedding_multiplier = 3.0" in shown
+    assert main(verify[1:]) == 0
+    table = capsys.readouterr().out
+    assert table.endswith("all 12 checks passed\n")
+    named = {
+        name.strip()
+        for row in PAGE.read_text().split("| --- | --- |")[1].split("\n\n")[0].strip().splitlines()
+        for name in row.split("|")[1].split(",")
+    }
+    assert named == {line[6:].split("  ")[0].strip() for line in table.splitlines()[1:-1]}
