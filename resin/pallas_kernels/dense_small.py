@@ -5,8 +5,8 @@ rmsnorm(x) @ W = ((x * g) @ W) / rms(x), so each program scales x by g on the wa
 divides at the end. A gated pair reads the gate columns `[:, :N/2]` and the up columns `[:, N/2:]` of one fused weight
 in the same program.
 
-Up to four rows may run on the vector units: a program then keeps `[block_inner, block_columns]` float32 sums a row and
-adds them up once at the end, so that all its loads are in flight at once. Otherwise tensor cores work on 16 rows at
+One or two rows may run on the vector units: a program then keeps `[block_inner, block_columns]` float32 sums a row
+and adds them up once at the end, so that all its loads are in flight at once. Otherwise tensor cores work on 16 rows at
 least.
 
 Grid: (N / block_columns, splits). Such products are bound by the bytes of W: narrow column blocks spread W over all
@@ -31,8 +31,7 @@ from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
 
 Gate = Literal["silu", "gelu_tanh"]
 
-MAX_ROWS = 64
-VECTOR_ROWS = 4  # above it the float32 sums of the vector path no longer fit the registers
+VECTOR_SUMS = 2  # rows times parts: 64 registers a thread each, and four no longer fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class DenseTiles:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 5
-    vector: bool = False  # on the vector units, at most VECTOR_ROWS rows
+    vector: bool = False  # on the vector units, at most VECTOR_SUMS rows (gated: half of it)
 
 
 def dense_small(
@@ -134,7 +133,9 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
         cores: multiprocessors of the GPU.
     """
     vector = DenseTiles(64, 128, splits=4, num_stages=3, vector=True)
-    if rows <= VECTOR_ROWS and inner * columns * (2 if gated else 1) < 2**23:
+    parts = 2 if gated else 1
+    fits = rows * parts <= VECTOR_SUMS
+    if fits and inner * columns * parts < 2**23:
         return vector
     blocks = -(-columns // DenseTiles().block_columns)
     if blocks >= 2 * cores:
@@ -142,7 +143,7 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
     for splits in (1, 2, 4, 8):
         if 0.75 * cores <= blocks * splits <= cores:
             return DenseTiles(splits=splits)
-    return vector if rows <= VECTOR_ROWS else DenseTiles(splits=8 if 8 * blocks <= 4 * cores else 2)
+    return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * cores else 2)
 
 
 @dataclass(frozen=True, slots=True)

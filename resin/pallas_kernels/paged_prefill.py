@@ -41,23 +41,27 @@ class PrefillTiles:
     rows: int = 128
     block_tokens: int = 64
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 4
     parts: int = 1
 
 
 def choose_prefill_tiles(tokens: int, group: int, width: int) -> PrefillTiles:
-    """Full tiles where there are rows for them.
+    """128 rows in two parts where there are rows for them.
+
+    Measured on an H200 (32 query and 8 KV heads of 128, 16-token pages) for one causal prompt of 16384 and four of 2048
+    tokens: 475 and 370 TFLOP/s; in one part 438 and 337; with 8 warps at most 450 and 349; cuDNN on contiguous arrays
+    661 and 492. Two blocks of 4 warps share a multiprocessor and hide each other's softmax.
 
     Args:
         tokens: padded tokens T.
         group: query heads a KV head.
         width: head size.
     """
-    if tokens * group <= 64:
-        return PrefillTiles(rows=64, num_warps=4)
     if width > 128:
-        return PrefillTiles(rows=64, block_tokens=32, num_warps=4)
-    return PrefillTiles()
+        return PrefillTiles(rows=64, block_tokens=32)
+    if tokens * group <= 64:
+        return PrefillTiles(rows=64)
+    return PrefillTiles(rows=128, parts=2)
 
 
 def paged_prefill_attention(
