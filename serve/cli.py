@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from resin.plan import ResinError
-from serve.commands import chat, download, generate, inspect, serving, verify
+from serve.commands import chat, convert, download, generate, inspect, serving, verify
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands and their arguments."""
     parser = argparse.ArgumentParser(prog="resin", description="Building blocks for LLM inference in JAX.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (chat, serving, generate, download, inspect, verify):
+    for command in (chat, serving, generate, download, convert, inspect, verify):
         command.add_parser(commands)
     return parser
 

@@ -145,16 +145,30 @@ def load_weights(
 
 
 def _load_weight(checkpoint: Checkpoint, mesh: Mesh, declaration: Declaration) -> jax.Array:
-    tensors = [
-        checkpoint.read_dequantised(name) if name in checkpoint.quantised else checkpoint.read(name)
-        for name in declaration.sources
-    ]
     # A fresh array even where nothing changes: device_put on CPU may alias it, and the mapped file can go away.
     host = np.empty(declaration.shape, jax.dtypes.canonicalize_dtype(declaration.dtype))
-    declaration.assembly.fill(host, tensors)
-    del tensors
+    declaration.assembly.fill(host, _Tensors(checkpoint, declaration.sources))
     placed = jax.device_put(host, NamedSharding(mesh, PartitionSpec(*declaration.partition)))
     return placed.block_until_ready()
+
+
+class _Tensors(Sequence[np.ndarray]):
+    """Checkpoint tensors that are read when an assembly asks for them, so that decoded ones do not pile up."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Tensors(self._checkpoint, self._names[index])
+        name = self._names[index]
+        if name in self._checkpoint.quantised:
+            return self._checkpoint.read_dequantised(name)
+        return self._checkpoint.read(name)
 
 
 def dummy_weights(

@@ -1,6 +1,7 @@
 """Text to token ids and back, built from what a checkpoint carries: GGUF metadata or Hugging Face files."""
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
@@ -94,6 +95,17 @@ class ChatTokenizer:
         """Returns a token's spelling in the vocabulary (byte-level kinds spell bytes as letters), or None."""
         found: str | None = self._tokenizer.id_to_token(int(token_id))
         return found
+
+    def save(self, directory: Path) -> None:
+        """Writes the files that `load_tokenizer` reads from a directory."""
+        self._tokenizer.save(str(directory / "tokenizer.json"))
+        settings = {
+            "bos_token": None if self.bos_id is None else self.id_to_token(self.bos_id),
+            "eos_token": self.id_to_token(self.eos_ids[0]) if self.eos_ids else None,
+            "chat_template": self.chat_template,
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}), "utf-8")
 
     @cached_property
     def _plain(self) -> Tokenizer:

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 
+from resin.models.conversion import restore_weights
 from resin.models.declare import Placement
 from resin.models.families import find_model_class
 from resin.models.loading.checkpoint import Checkpoint
+from resin.models.loading.converted import ConvertedCheckpoint
 from resin.models.registry import open_checkpoint, resolve
 from resin.models.weights import AbstractModel, Progress, dummy_weights, load_weights
 from resin.pallas_kernels.table import Backend
@@ -77,6 +79,8 @@ def build_runner(
     spec = build_spec(model_class, config, options, mesh)
     if options.dummy:
         weights = dummy_weights(spec.model, mesh, seed=options.seed, progress=progress)
+    elif isinstance(checkpoint, ConvertedCheckpoint):
+        weights = restore_weights(spec.model, checkpoint, mesh, dtype=spec.dtype, progress=progress)
     else:
         weights = load_weights(spec.model, checkpoint, mesh, progress=progress)
     return ModelRunner(

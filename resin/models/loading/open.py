@@ -4,6 +4,7 @@ from os import PathLike
 from pathlib import Path
 
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError
+from resin.models.loading.converted import MANIFEST, ConvertedCheckpoint
 from resin.models.loading.directory import open_directory, open_file, read_json_object
 from resin.models.loading.gguf import GgufCheckpoint
 
@@ -12,14 +13,15 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
     """Opens weights on this machine.
 
     Args:
-        path: a Hugging Face directory, a `.safetensors` file with `config.json` beside it, or a `.gguf` file.
+        path: a Hugging Face or a converted directory, a `.safetensors` file with `config.json` beside it, or a
+            `.gguf` file.
 
     Raises:
         CheckpointError: nothing there, a damaged file, or a form that is not supported.
     """
     path = Path(path)
     if path.is_dir():
-        return open_directory(path)
+        return ConvertedCheckpoint(path) if (path / MANIFEST).is_file() else open_directory(path)
     if not path.is_file():
         raise CheckpointError(path, "there is no such file or directory")
     if path.suffix == ".gguf":

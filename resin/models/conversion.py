@@ -1,0 +1,144 @@
+"""Saving weights as the devices hold them, and restoring them without any work on the host (Orbax)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from resin.models.declare import Placement
+from resin.models.families import find_model_class
+from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedCheckpoint
+from resin.models.weights import AbstractModel, Progress, load_weights
+from resin.plan import InvalidRequest
+
+# What describes a model beside its weights.
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint,
+    directory: Path,
+    mesh: Mesh,
+    *,
+    dtype: str = "bfloat16",
+    model: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Loads a checkpoint onto a mesh and saves it as it lies there.
+
+    Args:
+        checkpoint: any checkpoint but a converted one.
+        directory: where to; must not exist, or be empty.
+        mesh: devices to lay the weights out for.
+        dtype: of weights that have none of their own.
+        model: "package.module:Name"; None finds it by `model_type`.
+        progress: called while weights load.
+
+    Returns:
+        The directory; `resin.json` in it is written last.
+
+    Raises:
+        InvalidRequest: the directory is in use, or the model does not fit the mesh.
+        CheckpointError: the weights cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    directory = directory.absolute()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidRequest("directory", str(directory), "a directory that is empty or does not exist yet")
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        raise InvalidRequest("model", checkpoint.location, "a checkpoint that is not converted already")
+    tp = mesh.shape["tp"]
+    model_class = find_model_class(checkpoint.config, model)
+    built = model_class(model_class.Config.from_hf(checkpoint.config), Placement(dtype, tp=tp))
+    abstract = AbstractModel.of(built)
+    weights = load_weights(abstract, checkpoint, mesh, progress=progress)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_plain(checkpoint.config), indent=1), encoding="utf-8")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / WEIGHTS, dict(zip(abstract.names, weights, strict=True)))
+    manifest = {"format": FORMAT, "dtype": dtype, "tp": tp, "weights": _describe(abstract)}
+    (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return directory
+
+
+def copy_side_files(source: Path, directory: Path) -> None:
+    """Copies tokenizer, chat template and generation settings of a Hugging Face directory."""
+    for name in SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def restore_weights(
+    model: AbstractModel,
+    checkpoint: ConvertedCheckpoint,
+    mesh: Mesh,
+    *,
+    dtype: str,
+    progress: Progress | None = None,
+) -> tuple[jax.Array, ...]:
+    """Reads converted weights straight to their devices.
+
+    Raises:
+        InvalidRequest: they were laid out for another dtype or number of devices.
+        CheckpointError: they do not fit the model, all faults named at once, or cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    if checkpoint.dtype != dtype:
+        raise InvalidRequest("dtype", dtype, f"{checkpoint.dtype}, which these weights were converted to")
+    if checkpoint.tp != mesh.shape["tp"]:
+        raise InvalidRequest("tp", mesh.shape["tp"], f"{checkpoint.tp}, which these weights were converted for")
+    _check(model, checkpoint)
+    targets = dict(zip(model.names, model.arguments(mesh), strict=True))
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore(checkpoint.directory.absolute() / WEIGHTS, targets)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(checkpoint.directory / WEIGHTS, f"cannot be restored ({error})") from error
+    if progress is not None:
+        progress("restored", model.nbytes, model.nbytes)
+    return tuple(arrays[name] for name in model.names)
+
+
+def _check(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> None:
+    expected = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in _describe(model).items()}
+    held = checkpoint.weights
+    faults = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]
+    faults += [f"extra {name} {list(held[name].shape)}" for name in held if name not in expected]
+    faults += [
+        f"misshapen {name} {held[name].dtype} {list(held[name].shape)}, expected {info.dtype} {list(info.shape)}"
+        for name, info in expected.items()
+        if name in held and held[name] != info
+    ]
+    if faults:
+        raise CheckpointError(checkpoint.location, f"{len(faults)} weights do not fit the model: " + "; ".join(faults))
+
+
+def _describe(model: AbstractModel) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"shape": list(declaration.shape), "dtype": declaration.dtype}
+        for name, declaration in zip(model.names, model.declarations, strict=True)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Settings as JSON has them: GGUF metadata may hold NumPy numbers."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from resin.models.conversion import convert_checkpoint, restore_weights
+from resin.models.declare import Placement
+from resin.models.families import find_model_class
+from resin.models.loading import CheckpointError, open_checkpoint_path
+from resin.models.loading.converted import ConvertedCheckpoint
+from resin.models.testing import TINY_CONFIGS, random_checkpoint, write_checkpoint
+from resin.models.weights import AbstractModel, load_weights
+from resin.plan import InvalidRequest
+from resin.runtime import RunnerOptions, build_runner
+from resin.runtime.mesh import build_mesh
+from serve.cli import main
+
+
+def abstract(family: str, tp: int = 1, dtype: str = "float32") -> AbstractModel:
+    config = TINY_CONFIGS[family]
+    model_class = find_model_class(config)
+    return AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement(dtype, tp=tp)))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("converted") / "gpt_oss"
+    checkpoint = random_checkpoint(TINY_CONFIGS["gpt_oss"])
+    return convert_checkpoint(checkpoint, directory, build_mesh(RunnerOptions(tp=2)), dtype="float32")
+
+
+def test_restored_weights_are_the_loaded_ones_with_their_shardings(converted: Path) -> None:
+    mesh, model = build_mesh(RunnerOptions(tp=2)), abstract("gpt_oss", tp=2)
+    loaded = load_weights(model, random_checkpoint(TINY_CONFIGS["gpt_oss"]), mesh)
+    checkpoint = open_checkpoint_path(converted)
+    assert isinstance(checkpoint, ConvertedCheckpoint)
+    restored = restore_weights(model, checkpoint, mesh, dtype="float32")
+    for one, other in zip(loaded, restored, strict=True):
+        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_what_was_laid_out_otherwise_is_refused(converted: Path) -> None:
+    checkpoint = ConvertedCheckpoint(converted)
+    mesh = build_mesh(RunnerOptions(tp=2))
+    with pytest.raises(InvalidRequest, match="tp"):
+        build_runner(checkpoint, RunnerOptions(dtype="float32"))
+    with pytest.raises(InvalidRequest, match="dtype"):
+        restore_weights(abstract("gpt_oss", 2, "bfloat16"), checkpoint, mesh, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"\d+ weights do not fit the model: missing .*extra ") as caught:
+        restore_weights(abstract("llama", 2), checkpoint, mesh, dtype="float32")
+    assert "misshapen layers.1.attention.qkv float32 [64, 192], expected float32 [64, 128]" in str(caught.value)
+    with pytest.raises(CheckpointError, match="no single tensors"):
+        checkpoint.read("model.norm.weight")
+
+
+def test_directories_in_use_and_damaged_manifests(converted: Path, tmp_path: Path) -> None:
+    mesh = build_mesh(RunnerOptions())
+    with pytest.raises(InvalidRequest, match="empty or does not exist"):
+        convert_checkpoint(random_checkpoint(TINY_CONFIGS["llama"]), converted, mesh)
+    with pytest.raises(InvalidRequest, match="converted already"):
+        convert_checkpoint(ConvertedCheckpoint(converted), tmp_path / "new", mesh)
+    (tmp_path / "config.json").write_text("{}")
+    for manifest, reason in (({"format": 9}, "convert again"), ({"format": 1, "tp": 1}, "damaged")):
+        (tmp_path / "resin.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match=reason):
+            open_checkpoint_path(tmp_path)
+
+
+def test_command_keeps_the_files_beside_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_checkpoint(tmp_path / "source", random_checkpoint(TINY_CONFIGS["llama"]))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("template")
+    target = tmp_path / "target"
+    assert main(["convert", str(source), str(target), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    assert {path.name for path in target.iterdir()} == {
+        "config.json",
+        "resin.json",
+        "weights",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    runner = build_runner(open_checkpoint_path(target), RunnerOptions(dtype="float32", compile_cache_bytes=0))
+    loaded = build_runner(open_checkpoint_path(source), RunnerOptions(dtype="float32", compile_cache_bytes=0))
+    for one, other in zip(runner.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert main(["convert", str(source), str(target)]) == 1
+    assert "empty or does not exist" in capsys.readouterr().err
