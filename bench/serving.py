@@ -158,9 +158,9 @@ async def run_client(url: str, streams: int, tokens: int) -> dict[str, Any]:
         raise RuntimeError(f"{len(arrivals)} tokens arrived, expected {streams * tokens}")
     # Rates count only while every stream runs: streams are let in four a step, and end one after another.
     begin_s, end_s = max(firsts), min(lasts)
-    if begin_s >= end_s:  # too short for that: the whole time instead
-        begin_s, end_s = min(firsts), max(lasts)
     steady = [arrival for arrival in arrivals if begin_s <= arrival[1] < end_s]
+    if len(steady) < len(arrivals) / 2:  # too short for that: the whole time instead
+        begin_s, end_s, steady = min(firsts), max(lasts), arrivals
     return {
         "tokens": len(arrivals),
         "events": events,

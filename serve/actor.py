@@ -165,6 +165,7 @@ class EngineActor:
                 time.sleep(0.001 * rejected)
                 continue
             self._publish(events)
+            time.sleep(0)  # offers the interpreter lock: a step that never waits would keep it from the event loop
         self.engine.close()
         self._publish(self.engine.drain_events())
         for job in self._take_queue():
