@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from resin import BatchPlan, CacheGroup, Engine, ForwardOutput, PrefixAudit, Request, SamplingParams
-from resin.sched.cache import CacheManager, Reservation
+from resin.sched.cache import CacheManager, PagedGroup, Reservation
 from resin.sched.prefix import PrefixNode
 from tests.fakes import (
     VOCAB,
@@ -119,6 +119,35 @@ def test_salts_keep_tenants_apart(mix: str) -> None:
         step = resume_step(engine)
         assert [found.hit_tokens for found in hits] == [0, 0, 49 // step * step, 0]
         assert [found.ceiling_tokens > 0 for found in hits] == [False, False, True, False], "nor does the ceiling tell"
+
+
+def test_tenants_of_whom_nothing_is_cached_are_forgotten() -> None:
+    with Engine(PagedFake(fake_config(MIXES["history"])), prefix_cache=True) as engine:
+        for tenant in range(30):
+            serve(engine, [1, 2], cache_salt=f"tenant {tenant}")
+        assert not engine.scheduler.cache.trie._roots
+        serve(engine, tokens(9), cache_salt="stays")
+        assert len(engine.scheduler.cache.trie._roots) == 1
+
+
+def test_a_prefix_in_use_is_a_candidate_again_when_its_reader_ends() -> None:
+    """Passed over while it was read; afterwards it goes in its turn, before what is newer."""
+    with Engine(PagedFake(fake_config(MIXES["history"])), prefix_cache=True) as engine:
+        serve(engine, tokens(9))
+        reader = engine.submit(tokens(9), sampling_params=SamplingParams(max_output_tokens=2))
+        engine.step()
+        serve_later = [tokens(9, first) for first in (50, 60, 70)]
+        trie, node = engine.scheduler.cache.trie, path_of(engine, tokens(9))[-1]
+        tick = node.tick
+        while trie.evict_one():
+            pass
+        assert node.alive, "in use"
+        while engine.has_work():
+            engine.step()
+        for prompt in serve_later:
+            serve(engine, prompt)
+        assert reader.is_finished and node.tick == tick
+        assert trie.evict_one() and not node.alive
 
 
 @RUNNERS
@@ -237,6 +266,20 @@ def test_the_audit_adds_up_under_pressure(mix: str) -> None:
             assert request.take_result() == want
         if mix != "window 1":  # which keeps no page of the past
             assert "evicted" in reasons and engine.scheduler.cache.evictions > 0
+
+
+@pytest.mark.parametrize("mix", ["history", "window", "state", "all"])
+def test_what_was_hit_last_stays_longest(mix: str) -> None:
+    with Engine(PagedFake(fake_config(MIXES[mix])), prefix_cache=True) as engine:
+        old, new = tokens(33), tokens(33, 100)
+        for prompt in (old, new, old):
+            serve(engine, prompt)
+        trie = engine.scheduler.cache.trie
+        last = {"old": path_of(engine, old)[-1], "new": path_of(engine, new)[-1]}
+        assert last["old"].tick > last["new"].tick
+        while last["new"].alive:
+            assert last["old"].alive, "the one that was used since went first"
+            assert trie.evict_one()
 
 
 # -- whose pages ----------------------------------------------------------------------------------------------------
@@ -379,6 +422,24 @@ def test_live_work_evicts_what_is_cached() -> None:
     assert cache.try_extend(second.lease, 0, 0, 20, Reservation())
     assert cache.evictions > 0 and len(second.lease.pages()) == 11
     cache.check_integrity([(second.lease, 20)])
+
+
+@pytest.mark.parametrize(
+    ("span", "window", "next_position", "first"),
+    [
+        (4, 0, 100, 0),
+        (4, 1, 7, 1),
+        (4, 1, 8, 2),
+        (4, 9, 8, 0),
+        (4, 9, 11, 0),
+        (4, 9, 12, 1),
+        (4, 9, 15, 1),
+        (4, 9, 16, 2),
+    ],
+)
+def test_first_page_that_a_query_sees(span: int, window: int, next_position: int, first: int) -> None:
+    """The query at 11 sees 3..11 through a window of 9, the one at 12 sees 4..12."""
+    assert PagedGroup("g", span, window).first_needed(next_position) == first
 
 
 def test_positions_with_something_to_commit() -> None:

@@ -116,6 +116,18 @@ def test_leaves_go_before_their_parents_and_pass_their_age_on() -> None:
     assert not cached.trie.evict_one()
 
 
+def test_a_parent_is_as_old_as_its_latest_child() -> None:
+    cached = Cached()
+    stem, leaf = cached.add([1, 1, 2, 2])
+    other = cached.add([7, 7])[0]
+    cached.trie.touch(leaf)
+    held = cached.lease([other])
+    assert cached.trie.evict_one() and not leaf.alive, "the other one is older, but in use"
+    cached.pool.release(held)
+    cached.trie.on_release(other)
+    assert cached.trie.evict_one() and not other.alive and stem.alive
+
+
 def test_a_shared_ancestor_stays_while_a_child_does() -> None:
     cached = Cached()
     stem, left = cached.add([1, 1, 2, 2])

@@ -246,6 +246,31 @@ def test_a_request_that_blocks_the_queue_lets_others_in_when_it_leaves() -> None
         assert small.state is not RequestState.QUEUED
 
 
+@RUNNERS
+def test_chunks_go_by_rank_whoever_came_in_first(runner_class: type[PagedFake]) -> None:
+    config = fake_config((history_group(),), max_plan_tokens=8, max_sequences=3)
+    runner = runner_class(config)
+    with Engine(runner) as engine:
+        low = engine.submit(prompt(60), sampling_params=greedy(2))
+        for _ in range(2):
+            engine.step()
+        high = engine.submit(prompt(20, 5), sampling_params=greedy(2), priority=5)
+        middle = engine.submit(prompt(20, 9), sampling_params=greedy(2), priority=1)
+        run(engine)
+        first = [request.first_token_s or 0.0 for request in (high, middle, low)]
+        assert first == sorted(first) and len(set(first)) == 3
+
+
+@RUNNERS
+def test_a_runner_without_cache_groups_runs_all_its_slots(runner_class: type[PagedFake]) -> None:
+    runner = runner_class(fake_config((), max_sequences=4))
+    with Engine(runner) as engine:
+        for i in range(9):
+            engine.submit([i], sampling_params=greedy(6))
+        run(engine)
+    assert max(plan.num_sequences for plan in runner.plans if plan.phase is Phase.DECODE) == 4
+
+
 def test_nobody_overtakes_the_request_that_waits_for_room() -> None:
     config = fake_config((history_group(),), max_sequences=3)
     with Engine(PagedFake(config), context_length=64, cache_pages=1 + 16) as engine:
