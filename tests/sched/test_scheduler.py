@@ -267,7 +267,8 @@ def test_a_runner_without_cache_groups_runs_all_its_slots(runner_class: type[Pag
     with Engine(runner) as engine:
         for i in range(9):
             engine.submit([i], sampling_params=greedy(6))
-        run(engine)
+        while engine.has_work():
+            engine.step()
     assert max(plan.num_sequences for plan in runner.plans if plan.phase is Phase.DECODE) == 4
 
 
