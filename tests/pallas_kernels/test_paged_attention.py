@@ -10,7 +10,7 @@ from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attentio
 from resin.pallas_kernels.paged_prefill import PrefillTiles, paged_prefill_attention, paged_prefill_attention_ref
 from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, relative_error
 
-LENGTHS = [1, 17, 300, 5, 129]
+LENGTHS = [1, 17, 150, 5, 70]
 # heads, kv_heads, width, page_entries, window, sinks, softcap
 SHAPES = [
     (9, 3, 64, 16, None, False, None),
@@ -42,7 +42,7 @@ def run_prefill(case: PagedCase, function, chosen: dict, **extra):
     return jax.jit(call)(case.q, case.arena, *columns, case.key_row, case.value_row)
 
 
-@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode_matches_dense_attention(shape, splits):
     heads, kv_heads, width, entries, window, sinks, softcap = shape
@@ -85,7 +85,7 @@ def test_padded_sequences_decode_to_zeros(interpret):
     assert not np.any(out[1])
 
 
-@pytest.mark.parametrize("tiles", [None, PrefillTiles(32, 32), PrefillTiles(64, 16, parts=2)])
+@pytest.mark.parametrize("tiles", [None, PrefillTiles(64, 32, parts=2)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_matches_dense_attention(shape, tiles):
     heads, kv_heads, width, entries, window, sinks, softcap = shape

@@ -42,7 +42,7 @@ def test_matches_the_reference_and_writes_nothing_else(shape):
 def test_reference_rotates_half_split_pairs_and_leaves_values():
     arguments, call = build(4, 4, 2, 64, 8, False)
     x, cos, sin, _, pages, offsets, key_row, value_row = arguments
-    q, arena = rope_append_ref(*arguments, **call)
+    q, arena = jax.jit(functools.partial(rope_append_ref, **call))(*arguments)
     pairs = (x[:, :, :32] + 1j * x[:, :, 32:]) * (cos + 1j * sin)[:, None, :]
     turned = np.concatenate([pairs.real, pairs.imag], axis=-1)
     np.testing.assert_allclose(q, turned[:, :4], rtol=0, atol=1e-5)
@@ -57,12 +57,11 @@ def test_reference_rotates_half_split_pairs_and_leaves_values():
 def test_uint16_arena_takes_bfloat16_bits():
     arguments, call = build(5, 4, 2, 64, 8, False)
     x = arguments[0].astype(ml_dtypes.bfloat16)
-    plain = rope_append_ref(
-        x, *arguments[1:3], np.zeros(arguments[3].shape, ml_dtypes.bfloat16), *arguments[4:], **call
-    )
+    zeros = np.zeros(arguments[3].shape, ml_dtypes.bfloat16)
+    plain = jax.jit(functools.partial(rope_append_ref, **call))(x, *arguments[1:3], zeros, *arguments[4:])
     bits = np.zeros(arguments[3].shape, np.uint16)
     for function in (rope_append_ref, functools.partial(rope_append, interpret=True)):
-        _, arena = function(x, *arguments[1:3], bits, *arguments[4:], **call)
+        _, arena = jax.jit(functools.partial(function, **call))(x, *arguments[1:3], bits, *arguments[4:])
         assert arena.dtype == np.uint16
         np.testing.assert_allclose(
             np.asarray(arena).view(ml_dtypes.bfloat16).astype(np.float32), np.asarray(plain[1], np.float32), atol=0.02

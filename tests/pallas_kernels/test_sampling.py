@@ -28,7 +28,7 @@ def build_logits(rows: int, vocab: int, *, ties: bool) -> np.ndarray:
     return np.round(logits) if ties else logits
 
 
-@pytest.mark.parametrize(("vocab", "ties"), [(100, False), (100, True), (3000, True), (5000, False), (20011, False)])
+@pytest.mark.parametrize(("vocab", "ties"), [(100, True), (3000, True), (20011, False)])
 def test_kernel_matches_the_reference_exactly(vocab, ties):
     logits, draw = build_logits(16, vocab, ties=ties), build_draw(16, vocab)
     np.testing.assert_array_equal(sample_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw))
