@@ -36,6 +36,7 @@ class Settings:
             the standard deviation of the logits where that is above 1.
         reference_tolerance: between our logits and the reference's, as a share of their standard deviation.
         buckets: try every bucket; False compiles the fewest.
+        tp: devices to split the model over; above 1, checks that need the plain forward cannot run.
         seed: of the prompts.
     """
 
@@ -44,6 +45,7 @@ class Settings:
     engine_tolerance: float = 1e-5
     reference_tolerance: float = 1e-4
     buckets: bool = True
+    tp: int = 1
     seed: int = 0
 
 
@@ -71,7 +73,7 @@ class ConformanceKit:
         self.settings = settings = settings or Settings()
         model_class = find_model_class(checkpoint.config, model)
         config = model_class.Config.from_hf(checkpoint.config)
-        groups = model_class.cache_groups(config, Placement())
+        groups = model_class.cache_groups(config, Placement(tp=settings.tp))
         windows = [group.window_tokens for group in groups if isinstance(group, WindowGroup)]
         # One page or window is passed by the third prompt, two by the last.
         self.reach = max([2 * settings.page_tokens, *windows])
@@ -89,10 +91,11 @@ class ConformanceKit:
             prefill_tokens=(settings.page_tokens, whole) if settings.buckets else (whole,),
             page_tokens=settings.page_tokens,
             checkpoint_tokens=settings.page_tokens,
+            tp=settings.tp,
         )
         self.vocab_size = config.vocab_size
         self.runner: ModelRunner = build_runner(checkpoint, options, model=model, progress=progress)
-        self.plain = PlainForward(self.runner, context)
+        self._context = context
         geometry = self.runner.config.geometry
         self._need = CacheManager(groups, geometry, 0, prefix_cache=True).pages_needed(context, whole)
         self.pages = 1 + 2 * MAX_SEQUENCES * self._need
@@ -121,6 +124,17 @@ class ConformanceKit:
         """Each job alone, prompt in one chunk, without a prefix cache and without overlap."""
         with self.engine() as engine:
             return generate(engine, self.jobs, alone=True)
+
+    @cached_property
+    def plain(self) -> PlainForward:
+        """The jitted forward over whole sequences.
+
+        Raises:
+            InvalidRequest: the weights are cut over several devices.
+        """
+        if self.settings.tp > 1:
+            raise InvalidRequest("tp", self.settings.tp, "1 for checks against the plain forward")
+        return PlainForward(self.runner, self._context)
 
     def engine(self, *, overlap: bool = False, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         """An engine over the shared runner; `changes` replace fields of its config."""

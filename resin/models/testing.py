@@ -9,14 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from resin.models.declare import Declaration, Placement
 from resin.models.families import find_model_class
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
-from resin.models.loading.quantised import dequantise_mxfp4, find_quantised, packed_parts
+from resin.models.loading.quantised import (
+    dequantise_fp8,
+    dequantise_mxfp4,
+    find_quantised,
+    fp8_block,
+    packed_parts,
+)
 from resin.models.loading.safetensors_writer import write_safetensors
 from resin.models.weights import AbstractModel
+
+FP8_BLOCK = 128
 
 _COMMON = {
     "vocab_size": 256,
@@ -160,8 +169,10 @@ class MemoryCheckpoint:
     def read_dequantised(self, name: str) -> np.ndarray:
         if name not in self.quantised:
             return self.read(name)
-        blocks, scales = packed_parts(name, self.tensors)
-        return dequantise_mxfp4(self.read(blocks), self.read(scales))
+        values, scales = (self.read(part) for part in packed_parts(name, self.tensors))
+        if values.dtype == np.uint8:
+            return dequantise_mxfp4(values, scales)
+        return dequantise_fp8(values, scales, fp8_block(self.config))
 
     def close(self) -> None:
         pass
@@ -204,6 +215,25 @@ def dequantised_checkpoint(checkpoint: MemoryCheckpoint) -> MemoryCheckpoint:
     arrays |= {name: checkpoint.read_dequantised(name).astype(np.float32) for name in checkpoint.quantised}
     config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     return MemoryCheckpoint(config, arrays, checkpoint.location)
+
+
+def fp8_checkpoint(checkpoint: MemoryCheckpoint) -> MemoryCheckpoint:
+    """The same model with every linear layer's matrix as float8 and one scale for a block of 128 x 128."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, array in checkpoint.arrays.items():
+        if array.ndim != 2 or not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+            arrays[name] = array
+            continue
+        rows, columns = (-(-size // FP8_BLOCK) for size in array.shape)
+        padded = np.zeros((rows * FP8_BLOCK, columns * FP8_BLOCK), np.float32)
+        padded[: array.shape[0], : array.shape[1]] = array
+        blocks = padded.reshape(rows, FP8_BLOCK, columns, FP8_BLOCK)
+        scales = np.abs(blocks).max(axis=(1, 3)) / float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+        scaled = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: array.shape[0], : array.shape[1]]
+        arrays[name] = scaled.astype(ml_dtypes.float8_e4m3fn)
+        arrays[f"{name}_scale_inv"] = scales.astype(np.float32)
+    quantisation = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    return MemoryCheckpoint({**checkpoint.config, "quantization_config": quantisation}, arrays)
 
 
 def write_checkpoint(directory: Path, checkpoint: MemoryCheckpoint) -> Path:

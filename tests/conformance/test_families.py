@@ -1,36 +1,92 @@
-"""Every model family, tiny and random: all equalities through the Engine, and transformers' logits."""
+"""Every model family, tiny and random: all equalities through the Engine, and transformers' logits.
+
+The README's table of supported models is made from the outcomes of these tests (`tests.conformance.support`).
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from resin.conformance import Report, Settings, verify
-from resin.models.testing import TINY_CONFIGS, random_checkpoint
+from resin.conformance import ConformanceKit, Report, Settings, verify
+from resin.conformance.reference import reference_checks
+from resin.models.declare import Placement
+from resin.models.families import find_model_class
+from resin.models.loading import open_checkpoint_path
+from resin.models.testing import (
+    TINY_CONFIGS,
+    MemoryCheckpoint,
+    dequantised_checkpoint,
+    fp8_checkpoint,
+    random_checkpoint,
+    write_checkpoint,
+)
+from resin.models.weights import AbstractModel, load_weights
+from resin.runtime import RunnerOptions
+from resin.runtime.mesh import build_mesh
 
 GOLDENS = Path(__file__).resolve().parent.parent / "data" / "goldens"
 SEED = 5
 # Families that between them have every kind of cache group and layer: only these compile every bucket here.
 EVERY_BUCKET = ("lfm2", "gpt_oss")
+CAPABILITIES = {
+    "load": (),
+    "prefill": ("plain forward", "chunked", "reference logits", "stale pages"),
+    "decode": ("batched", "overlapped", "retracted", "reference steps"),
+    "prefix cache": ("prefix cold", "prefix hit", "conversation"),
+}
 
 
-def verify_family(family: str, *, buckets: bool) -> Report:
-    checkpoint = random_checkpoint(TINY_CONFIGS[family], seed=SEED)
-    with np.load(GOLDENS / f"{family}.npz") as reference:
-        return verify(checkpoint, reference=reference, settings=Settings(buckets=buckets))
+def tiny(family: str) -> MemoryCheckpoint:
+    return random_checkpoint(TINY_CONFIGS[family], seed=SEED)
+
+
+def golden(family: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDENS / f"{family}.npz") as file:
+        return dict(file)
+
+
+@cache
+def report_of(family: str, directory: Path, every_bucket: bool) -> Report:
+    checkpoint = open_checkpoint_path(write_checkpoint(directory / family, tiny(family)))
+    return verify(checkpoint, reference=golden(family), settings=Settings(buckets=every_bucket))
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)
-def test_family_conforms(family: str) -> None:
-    report = verify_family(family, buckets=family in EVERY_BUCKET)
-    assert report.passed, f"\n{report}"
-    assert len(report.checks) == 12
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_capability(family: str, capability: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    report = report_of(family, tmp_path_factory.getbasetemp(), family in EVERY_BUCKET)
+    assert all(report.check(name).passed for name in CAPABILITIES[capability]), f"\n{report}"
+    if capability == "load":
+        assert report.passed and len(report.checks) == 12, f"\n{report}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in TINY_CONFIGS if family not in EVERY_BUCKET])
-def test_family_conforms_in_every_bucket(family: str) -> None:
-    report = verify_family(family, buckets=True)
+def test_every_bucket(family: str, tmp_path: Path) -> None:
+    report = report_of(family, tmp_path, True)
     assert report.passed, f"\n{report}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_tensor_parallel(family: str) -> None:
+    kit = ConformanceKit(tiny(family), settings=Settings(buckets=False, tp=2))
+    report = kit.run({"reference steps": reference_checks(golden(family))["reference steps"]})
+    assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_quantised(family: str) -> None:
+    """Packed files give the weights of the file that they decode to; MXFP4 experts stay packed where declared so."""
+    packed = tiny(family) if family == "gpt_oss" else fp8_checkpoint(tiny(family))
+    plain = dequantised_checkpoint(packed)
+    model_class = find_model_class(plain.config)
+    model = AbstractModel.of(model_class(model_class.Config.from_hf(plain.config), Placement()))
+    mesh = build_mesh(RunnerOptions())
+    assert packed.quantised and not plain.quantised
+    for one, other in zip(load_weights(model, packed, mesh), load_weights(model, plain, mesh), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
