@@ -8,9 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from resin import BatchPlan, CacheGroup, Engine, Phase, Request, RowFlag, SamplingParams, StateGroup, WindowGroup
+from resin import (
+    BatchPlan,
+    CacheGroup,
+    Engine,
+    Phase,
+    Policy,
+    Request,
+    RowFlag,
+    SamplingParams,
+    StateGroup,
+    WindowGroup,
+)
 from resin.plan.layout import SEQUENCE_FLOATS
-from tests.fakes import VOCAB, OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
+from tests.fakes import (
+    VOCAB,
+    OverlapFake,
+    PagedFake,
+    expected_tokens,
+    fake_config,
+    history_group,
+    state_group,
+    window_group,
+)
 
 MIXES: dict[str, tuple[CacheGroup, ...]] = {
     "none": (),
@@ -233,3 +253,24 @@ def test_plans_of_a_sticky_cohort_own_their_buffers() -> None:
     assert len(buffers) >= 20
     for i, buffer in enumerate(buffers):
         assert not any(np.shares_memory(buffer, other) for other in buffers[i + 1 : i + 4])
+
+
+@pytest.mark.parametrize("page_tokens", [4, 16])
+def test_plans_read_the_shared_pages_as_soon_as_twins_share_them(page_tokens: int) -> None:
+    """A long prompt takes the pages that a twin gave back, while the twins decode without growing."""
+    config = fake_config((history_group(),), max_plan_tokens=64, page_tokens=page_tokens)
+    runner = OverlapFake(config)
+    with Engine(runner, prefix_cache=True, policy=Policy(max_prefill_streak=1)) as engine:
+        oracle = Oracle(engine, runner)
+        prompt = list(range(page_tokens + 1))
+        params = SamplingParams(max_output_tokens=30, temperature=0)
+        sent = [engine.submit(prompt, sampling_params=params) for _ in range(2)]
+        oracle.requests = {request.id: request for request in sent}
+        engine.step()
+        engine.step()
+        late = engine.submit([99] * 200, sampling_params=params)
+        oracle.requests[late.id] = late
+        while engine.has_work():
+            engine.step()
+        for request in sent:
+            assert request.take_result() == expected_tokens(config, prompt, 30)
