@@ -105,8 +105,8 @@ class Distribution:
 
 def distribution(seconds: Sequence[float]) -> Distribution:
     micros = np.asarray(seconds) * 1e6
-    quantiles = [float(np.quantile(micros, q)) for q in (0.5, 0.9, 0.99, 1.0)]
-    return Distribution(*(round(value, 1) for value in quantiles), steps=len(micros))
+    median, p90, p99, worst = (round(float(np.quantile(micros, q)), 1) for q in (0.5, 0.9, 0.99, 1.0))
+    return Distribution(median, p90, p99, worst, steps=len(micros))
 
 
 def decode_case(groups: tuple[CacheGroup, ...], sequences: int, steps: int, *, prefix_cache: bool) -> Distribution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[self.bounds.searchsorted(value)] += 1
+        self.counts[bisect_left(self._edges, value)] += 1
         self.total += value
 
     def observe_many(self, values: np.ndarray) -> None:
@@ -93,14 +94,14 @@ class EngineMetrics:
 
     def on_tokens(self, plan: BatchPlan, committed: Committed, now: float) -> None:
         table, slots = self._engine.scheduler.table, committed.slots
-        self.generated_tokens += len(slots)
+        self.generated_tokens += len(committed.requests)
         if plan.phase is Phase.PREFILL:
             self.prompt_tokens += plan.num_tokens
-            for request, slot in zip(committed.requests, slots.tolist(), strict=True):
+            for request, last_s in zip(committed.requests, table.last_token_s[slots].tolist(), strict=True):
                 if len(request.output_ids) == 1:
                     self.ttft_s.observe(now - request.submitted_s)
                 else:  # resumed after a retraction
-                    self.inter_token_s.observe(now - table.last_token_s[slot])
+                    self.inter_token_s.observe(now - last_s)
         else:
             self.inter_token_s.observe_many(now - table.last_token_s[slots])
         table.last_token_s[slots] = now

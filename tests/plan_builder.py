@@ -122,9 +122,7 @@ class PlanBuilder:
             sequence.cached = end
         columns["header"][:] = (len(chunks), tokens, np.bitwise_or.reduce(columns["row_flags"]), top)
         self.step += 1
-        return build_plan(
-            config, bucket, buffer, step=self.step, slot_loads=tuple(loads), allowed_masks=allowed
-        )
+        return build_plan(config, bucket, buffer, step=self.step, slot_loads=tuple(loads), allowed_masks=allowed)
 
 
 def row_flags(

@@ -68,8 +68,8 @@ class Runner(Protocol):
 
     Everything else is optional and discovered once, when the Engine is built:
     `config: RunnerConfig`; `free_pages() -> int`, pages that fit memory; `bind(arena: ArenaSpec)`, called once;
-    `accept(plan)`, which may raise PlanRejected while nothing has happened yet; `observations() -> Mapping[str, float]`,
-    exported as metrics; and the two methods of OverlapRunner.
+    `accept(plan)`, which may raise PlanRejected while nothing has happened yet;
+    `observations() -> Mapping[str, float]`, exported as metrics; and the two methods of OverlapRunner.
     """
 
     def forward(self, plan: BatchPlan) -> ForwardOutput: ...

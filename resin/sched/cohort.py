@@ -17,7 +17,8 @@ class Cohort:
     """Sticky rows of consecutive decode plans. Membership never changes: another set of rows is another cohort.
 
     Attributes:
-        slots: int32 [n].
+        slots: int32 [n], rising.
+        rows: the same as an index into the columns of the SlotTable.
         steps_left: steps until the first row reaches its output limit, plans in flight counted as done.
         views: for each paged group, the pages that each request's next token can see, chronological.
         row_pages, tails, first_positions: int32 [groups, n], length, last page and first token of each view.
@@ -30,9 +31,12 @@ class Cohort:
         self, requests: list[Request], table: SlotTable, paged: list[PagedGroup], state_pages: list[int]
     ) -> None:
         count = len(requests)
-        self.requests = requests
+        self.requests = requests = sorted(requests, key=lambda request: request.slot)
         self.index = {request.slot: i for i, request in enumerate(requests)}
         self.slots = slots = np.fromiter((request.slot for request in requests), np.int32, count)
+        # Slots without a gap are addressed as a slice: several times faster than an index array.
+        gapless = count > 0 and int(slots[-1]) - int(slots[0]) == count - 1
+        self.rows: slice | np.ndarray = slice(int(slots[0]), int(slots[-1]) + 1) if gapless else slots
         self.leases: list[CacheLease] = [request.lease for request in requests if request.lease is not None]
         assert len(self.leases) == count
         self.ids = tuple([request.id for request in requests])
@@ -64,17 +68,21 @@ class Cohort:
         """Reads the rows again whose pages changed."""
         if not self.dirty:
             return
-        for i in self.dirty:
-            lease = self.leases[i]
-            for index, (paged, row) in enumerate(zip(self._paged, lease.rows, strict=True)):
+        dirty = list(self.dirty)
+        for index, paged in enumerate(self._paged):
+            rows = [self.leases[i].rows[index] for i in dirty]
+            firsts = []
+            for i, row in zip(dirty, rows, strict=True):
                 first = row.first
                 if paged.window_tokens:  # the row may still hold what a plan in flight sees
                     first = max(first, paged.first_needed(int(self._computed[self.slots[i]])))
                 self.views[index][i] = row.view(first)
-                self.row_pages[index, i] = row.end - first
-                self.tails[index, i] = row.last_page
-                self.first_positions[index, i] = first * paged.span_tokens
-            for group, ring in enumerate(lease.states):
+                firsts.append(first)
+            self.row_pages[index, dirty] = [row.end - first for row, first in zip(rows, firsts, strict=True)]
+            self.tails[index, dirty] = [row.last_page for row in rows]
+            self.first_positions[index, dirty] = np.multiply(firsts, paged.span_tokens)
+        for i in dirty:
+            for group, ring in enumerate(self.leases[i].states):
                 assert ring.current is not None
                 self.output_pages[group][i] = ring.current
                 self.input_pages[group][i] = ring.current

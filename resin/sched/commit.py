@@ -23,14 +23,14 @@ class Committed:
 
     Attributes:
         requests: rows that emitted a token, discarded rows left out.
-        slots: int32 [R], their slots (a finished request's slot may be free again).
+        slots: their slots, as an index into the columns of the SlotTable (a finished request's may be free again).
         token_ids: int32 [R].
         rows: int64 [R], index of each token in the output's columns.
         finished: requests that ended, with the reason.
     """
 
     requests: list[Request]
-    slots: np.ndarray
+    slots: slice | np.ndarray
     token_ids: np.ndarray
     rows: np.ndarray
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
@@ -62,7 +62,7 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, o
     else:
         table.counts[slots] += np.where(live[:, None], COMMITTED, DISCARDED)
         _release_closed(scheduler, planned, live)
-        rows, tokens, slots = rows[live], tokens[live], slots[live]
+        rows, tokens, slots = rows[live], tokens[live], cohort.slots[live]
         requests = [request for request, goes_on in zip(cohort.requests, live.tolist(), strict=True) if goes_on]
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output_ids.append(token)
@@ -80,7 +80,7 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, o
 
 def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) -> Committed:
     table, slots, chunks = scheduler.table, planned.slots, planned.chunks
-    assert chunks is not None
+    assert chunks is not None and isinstance(slots, np.ndarray)
     emits = planned.plan.emits
     tokens, rows = check_output(planned.plan, output, emits, scheduler.config.vocab_size)
     _collect_prompt_logprobs(planned, output)

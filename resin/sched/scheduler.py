@@ -52,7 +52,7 @@ class PlannedStep:
 
     plan: BatchPlan
     reservation: Reservation
-    slots: np.ndarray  # int32 [n]
+    slots: slice | np.ndarray  # of the rows, an index into the columns of the SlotTable
     requests: list[Request]
     chunks: list[Chunk] | None  # prefill only
     cohort: Cohort | None  # decode only
@@ -314,7 +314,7 @@ class Scheduler:
             cohort = self._current_cohort()
             if cohort is None:
                 return None
-            counts = self.table.counts[cohort.slots]
+            counts = self.table.counts[cohort.rows]
             computed = counts[:, 0]
             cohort.refresh()
             growing = cohort.growing(computed)
@@ -339,7 +339,7 @@ class Scheduler:
             self.cache.rollback(reservation)
             self._cohort = None
             raise
-        return PlannedStep(plan, reservation, cohort.slots, cohort.requests, None, cohort)
+        return PlannedStep(plan, reservation, cohort.rows, cohort.requests, None, cohort)
 
     def _read_sealed_states(self, cohort: Cohort, changed: set[int], computed: np.ndarray) -> None:
         if self.cache.state_pages:
