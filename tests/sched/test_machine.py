@@ -117,14 +117,14 @@ class Driver:
                 assert all(page == 0 or self.engine.scheduler.cache.pool.is_writable(page) for page in appended)
 
     def watch_gaps(self, plans: int) -> None:
-        """No running request waits longer than the stated bound for a plan that holds it."""
+        """The best-ranked request, once it decodes, waits no longer than the stated bound for a plan that holds it."""
         scheduler = self.engine.scheduler
         for plan in self.runner.plans[plans:]:
             present = set(plan.request_ids)
             for request in scheduler.running():
                 self.gaps[request] = 0 if request.id in present else self.gaps.get(request, 0) + 1
         oldest = min(scheduler.running(), key=lambda request: (request.rank, request.id), default=None)
-        if oldest is not None:
+        if oldest is not None and oldest.state is RequestState.DECODE:
             assert self.gaps.get(oldest, 0) <= MAX_PREFILL_STREAK + 1
 
     def cancel(self, index: int) -> None:
