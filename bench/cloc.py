@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from pygount import SourceAnalysis
@@ -31,7 +32,7 @@ def count_lines(root: Path) -> dict[str, tuple[int, int]]:
     return {component: (files[component], lines[component]) for component in sorted(files)}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints one row a component and the total."""
     counts = count_lines(ROOT)
     rows = [*counts.items(), ("total", (sum(f for f, _ in counts.values()), sum(n for _, n in counts.values())))]

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def default_gguf() -> Path:
     return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the comparison and prints the table; `--output` writes all of it as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu_compare", description=__doc__.splitlines()[0])
     parser.add_argument("--gguf", type=Path, help="a Llama-shaped GGUF file (default: the default model's)")
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter with transformers and torch")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     gguf = options.gguf or default_gguf()
 
     load = os.getloadavg()[0]
