@@ -275,7 +275,11 @@ def row_keys(seed_low: jax.Array, seed_high: jax.Array, positions: jax.Array) ->
 
 
 def gumbel(key: jax.Array, ids: jax.Array) -> jax.Array:
-    """float32 standard Gumbel noise of token ids under a row's key (scalars or arrays that broadcast)."""
+    """float32 standard Gumbel noise of token ids under a row's key (scalars or arrays that broadcast).
+
+    Rounds of a 32-bit finaliser (the shifts and factors of MurmurHash3's): the same integers on every device and
+    version. -log(-log1p(-u)) is exact where it matters, at small u.
+    """
     bits = _mix(_mix(key ^ (ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))) + key)
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))

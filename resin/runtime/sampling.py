@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from resin.pallas_kernels.sampling import Draw
+from resin.pallas_kernels.sampling import Draw, gumbel, row_keys
 from resin.pallas_kernels.sampling_general import finish_tokens
 from resin.pallas_kernels.table import Backend, Kernels
 from resin.plan import RowFlag
@@ -173,24 +173,9 @@ def _draw(logits: jax.Array, columns: Columns) -> jax.Array:
 
 
 def gumbel_noise(seed_low: jax.Array, seed_high: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """float32 [B, V] standard Gumbel noise, a function of (seed, position, token) alone.
-
-    Three rounds of a 32-bit finaliser (the shifts and factors of MurmurHash3's) over a key of each row; the same
-    integers on every device and version. -log(-log1p(-u)) is exact where it matters, at small u.
-    """
-    key = _mix(seed_low.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
-    key = _mix(key ^ _mix(seed_high.astype(jnp.uint32) + jnp.uint32(0x7F4A7C15)))
-    key = _mix(key ^ _mix(positions.astype(jnp.uint32) + jnp.uint32(0x85EBCA77)))
-    ids = jnp.arange(vocab_size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
-    bits = _mix(_mix(key[:, None] ^ ids[None, :]) + key[:, None])
-    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-uniform))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    """float32 [B, V] standard Gumbel noise, a function of (seed, position, token) alone: the kernels' own."""
+    keys = row_keys(seed_low, seed_high, positions)
+    return gumbel(keys[:, None], jnp.arange(vocab_size, dtype=jnp.int32)[None, :])
 
 
 def kept_tokens(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
