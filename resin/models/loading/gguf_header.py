@@ -57,7 +57,7 @@ class _Cursor:
     """Reads values one after another and never past the end of the file."""
 
     def __init__(self, data: np.ndarray, location: str) -> None:
-        self.view = memoryview(data)
+        self.view = data.data
         self.position = 0
         self.location = location
 

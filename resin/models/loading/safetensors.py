@@ -72,7 +72,7 @@ class SafetensorsFile:
     def read(self, name: str) -> np.ndarray:
         """Returns a read-only view of the mapped bytes."""
         entry = self.entries[name]
-        return np.ndarray(entry.shape, entry.dtype, memoryview(self.data)[entry.start : entry.end])
+        return np.ndarray(entry.shape, entry.dtype, self.data.data[entry.start : entry.end])
 
 
 class SafetensorsCheckpoint:
