@@ -19,6 +19,7 @@ from resin.recipes.tokenizer_gguf import build_gguf_tokenizer
 from tests.models.loading.gguf_files import make_llama
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_prompts.json").read_text(encoding="utf-8"))
+UNICODE_IDS = json.loads((Path(__file__).parents[1] / "data" / "smollm2_unicode_ids.json").read_text(encoding="utf-8"))
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT = """The quick brown fox; don't stop, I'LL go on: 12345,67 € and 1,000 cafés naïve.
 def fib(n: int) -> int:\n\treturn n  # ok\n\n  日本語 東京 🗼🗼 «Привет» https://a.b/c?d=e"""
@@ -47,6 +48,21 @@ def test_smollm2_prompts_have_the_golden_ids(smollm2: ChatTokenizer, prompt: dic
     assert smollm2.encode(prompt["prompt_text"]) == prompt["prompt_ids"]
     assert smollm2.decode(prompt["prompt_ids"]) == prompt["prompt_text"]
     assert smollm2.decode(prompt["generated_ids"], skip_special=True) == prompt["generated_text"]
+
+
+def test_every_kind_of_letter_has_the_ids_that_llama_cpp_gives(smollm2: ChatTokenizer) -> None:
+    """Numbers of all kinds (¼, Ⅳ, ٣) are words of their own, marks and emoji are cut as the file's kind says."""
+    assert len({unicodedata.category(text[1]) for text, _ in UNICODE_IDS if len(text) == 2}) >= 25
+    assert [[text, smollm2.encode(text, parse_special=False)] for text, _ in UNICODE_IDS] == UNICODE_IDS
+
+
+def test_a_number_shares_no_token_with_its_neighbours(smollm2: ChatTokenizer) -> None:
+    """The vocabulary itself says that numbers were cut off before its merges were learnt: not only ASCII digits."""
+    indices = set(range(smollm2.vocab_size)) - smollm2.special_ids
+    words = [smollm2.id_to_bytes(index).decode(errors="ignore") for index in indices]
+    numbers = [word for word in words if any(unicodedata.category(letter)[0] == "N" for letter in word)]
+    assert len(numbers) > 10 and {"0", "9", "½", "¼"} <= set(numbers)
+    assert all(len(word) == 1 for word in numbers)
 
 
 def test_smollm2_settings(smollm2: ChatTokenizer) -> None:
