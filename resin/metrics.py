@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from resin.plan import BatchPlan, Phase
 from resin.plan.runner import runner_observations
@@ -27,23 +27,18 @@ class Histogram:
     """Counts by upper bound (the last one infinite), and their sum."""
 
     def __init__(self, bounds: Iterable[float]) -> None:
-        self.bounds = np.asarray(tuple(bounds))
-        self._edges = self.bounds.tolist()
-        self.counts = np.zeros(len(self.bounds) + 1, np.int64)
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._edges, value)] += 1
-        self.total += value
-
-    def observe_many(self, values: np.ndarray) -> None:
-        self.counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self.counts))
-        self.total += float(values.sum())
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def buckets(self) -> list[tuple[str, int]]:
         """Cumulative counts as Prometheus wants them."""
-        edges = [*(f"{edge:g}" for edge in self._edges), "+Inf"]
-        return list(zip(edges, np.cumsum(self.counts).tolist(), strict=True))
+        edges = [*(f"{edge:g}" for edge in self.bounds), "+Inf"]
+        return list(zip(edges, accumulate(self.counts), strict=True))
 
 
 class EngineMetrics:
@@ -93,18 +88,23 @@ class EngineMetrics:
         self.host_s["commit"].observe(seconds)
 
     def on_tokens(self, plan: BatchPlan, committed: Committed, now: float) -> None:
-        table, slots = self._engine.scheduler.table, committed.slots
+        table, slots, cohort = self._engine.scheduler.table, committed.slots, committed.cohort
         self.generated_tokens += len(committed.requests)
-        if plan.phase is Phase.PREFILL:
+        if cohort is None:
             self.prompt_tokens += plan.num_tokens
             for request, last_s in zip(committed.requests, table.last_token_s[slots].tolist(), strict=True):
                 if len(request.output_ids) == 1:
                     self.ttft_s.observe(now - request.submitted_s)
                 else:  # resumed after a retraction
                     self.inter_token_s.observe(now - last_s)
+        elif cohort.last_commit_s is not None:  # all rows had their tokens then
+            self.inter_token_s.observe(now - cohort.last_commit_s, len(committed.requests))
         else:
-            self.inter_token_s.observe_many(now - table.last_token_s[slots])
+            for last_s, times in Counter(table.last_token_s[slots].tolist()).items():
+                self.inter_token_s.observe(now - last_s, times)
         table.last_token_s[slots] = now
+        if cohort is not None:
+            cohort.last_commit_s = now
 
     def on_finish(self, request: Request) -> None:
         assert request.finish_reason is not None and request.finished_s is not None

@@ -178,7 +178,7 @@ class BatchPlan:
     @property
     def top_logprobs(self) -> int:
         """Most likely tokens to report, the largest of all rows."""
-        return int(self.column("header")[3])
+        return int(self.buffer[3])  # of the header, which comes first
 
     @property
     def groups(self) -> tuple[CacheGroupPlan, ...]:
@@ -202,7 +202,7 @@ class BatchPlan:
     @property
     def wants_logprobs(self) -> bool:
         """True if a row asks for the logprobs of its sampled token."""
-        return bool(int(self.column("header")[2]) & RowFlag.LOGPROBS)
+        return bool(int(self.buffer[2]) & RowFlag.LOGPROBS)
 
 
 def build_plan(

@@ -63,9 +63,11 @@ PAGED_COLUMNS = ("page_indptr", "page_ids", "first_position", "append_pages", "a
 def plan_layout(bucket: Bucket, groups: Sequence[CacheGroup], geometry: CacheGeometry) -> PlanLayout:
     """The layout of a bucket's buffer for a model's cache groups.
 
-    Columns: `header`; per token `token_ids`, `positions`; per sequence `query_indptr` (B+1), the integer and the
-    float columns; per History or Window group g `page_indptr:g` (B+1), `page_ids:g`, `first_position:g` (B),
-    `append_pages:g`, `append_offsets:g` (T); per State group `input_pages:g`, `output_pages:g` (B * pages).
+    Columns: `header`; those that rise by one a token while a set of rows decodes: per token `positions`, per sequence
+    `seq_lens`, per token and History or Window group g `append_offsets:g`; per token `token_ids`; per sequence
+    `query_indptr` (B+1), the integer and the float columns; per History or Window group `page_indptr:g` (B+1),
+    `first_position:g` (B), `append_pages:g` (T); per State group `input_pages:g`, `output_pages:g` (B * pages); and
+    last, as by far the longest, `page_ids:g` of every History or Window group.
     """
     return _plan_layout(bucket, tuple(groups), geometry)
 
@@ -81,22 +83,27 @@ def _plan_layout(bucket: Bucket, groups: tuple[CacheGroup, ...], geometry: Cache
         words += length
 
     sequences, tokens = bucket.sequences, bucket.tokens
+    pairs = list(zip(groups, geometry.groups, bucket.row_pages, strict=True))
+    paged = [(group.name, row_pages) for group, _, row_pages in pairs if not isinstance(group, StateGroup)]
     add("header", len(HEADER))
-    add("token_ids", tokens)
     add("positions", tokens)
+    add(SEQUENCE_INTS[0], sequences)
+    for name, _ in paged:
+        add(f"append_offsets:{name}", tokens)
+    add("token_ids", tokens)
     add("query_indptr", sequences + 1)
-    for name in SEQUENCE_INTS:
+    for name in SEQUENCE_INTS[1:]:
         add(name, sequences)
     for name in SEQUENCE_FLOATS:
         add(name, sequences, "float32")
-    for group, fill, row_pages in zip(groups, geometry.groups, bucket.row_pages, strict=True):
+    for group, fill, _ in pairs:
         if isinstance(group, StateGroup):
             add(f"input_pages:{group.name}", sequences * fill.pages_per_state)
             add(f"output_pages:{group.name}", sequences * fill.pages_per_state)
-            continue
-        add(f"page_indptr:{group.name}", sequences + 1)
-        add(f"page_ids:{group.name}", row_pages)
-        add(f"first_position:{group.name}", sequences)
-        add(f"append_pages:{group.name}", tokens)
-        add(f"append_offsets:{group.name}", tokens)
+        else:
+            add(f"page_indptr:{group.name}", sequences + 1)
+            add(f"first_position:{group.name}", sequences)
+            add(f"append_pages:{group.name}", tokens)
+    for name, row_pages in paged:
+        add(f"page_ids:{name}", row_pages)
     return PlanLayout(tuple(columns), words, {column.name: column for column in columns})

@@ -66,7 +66,7 @@ class CacheManager:
         self.evictions = 0
         self._history = [i for i, (group, _) in enumerate(self._kinds(pairs)) if isinstance(group, HistoryGroup)]
         self._windows = [i for i, (group, _) in enumerate(self._kinds(pairs)) if isinstance(group, WindowGroup)]
-        self.trims_rows = bool(self._windows)
+        self.seals_states = self.prefix_cache and bool(self.state_pages)
 
     @staticmethod
     def _kinds(pairs: list) -> list:
@@ -209,7 +209,8 @@ class CacheManager:
         Window pages that no query after `committed` can see go first: the row cycles. They stay gone if the plan never
         runs. Safe while a plan up to `computed` tokens is in flight, because plans execute in dispatch order.
         """
-        self.pool.release(self._cycle([lease], [committed]))
+        for index in self._windows:
+            self.pool.release(self._cycle(index, [lease.rows[index]], [committed]))
         wants = [
             max(-(-new_tokens // group.span_tokens) - row.end, 0)
             for group, row in zip(self.paged, lease.rows, strict=True)
@@ -228,51 +229,47 @@ class CacheManager:
             self._advance_states(lease, computed, pages, reservation)
         return True
 
-    def try_extend_each(
+    def try_extend_rows(
         self,
-        leases: list[CacheLease],
-        committed: np.ndarray,
-        computed: np.ndarray,
-        growing: list[list[int]],
+        rows: list[list[PageRow]],
+        committed: list[list[int]],
+        seals: list[tuple[CacheLease, int]],
         reservation: Reservation,
-    ) -> set[int] | None:
-        """Reserves one more token for each request; the indices whose rows changed, None if there is no room.
+    ) -> bool:
+        """Reserves one more page for each row, and new states for sealed ones; all or nothing.
 
         Args:
-            committed, computed: int [n], tokens of each request before, without and with plans in flight.
-            growing: for each paged group the indices whose next token starts a page.
+            rows: for each paged group the rows that grow.
+            committed: tokens of each of them without plans in flight, for cycling.
+            seals: leases whose states are checkpoints from now on, with the position.
         """
-        if self.trims_rows:
-            rows = sorted({i for index in self._windows for i in growing[index]})
-            self.pool.release(self._cycle([leases[i] for i in rows], committed[rows].tolist()))
-        sealing: list[int] = []
-        if self.state_pages and self.prefix_cache:
-            sealing = np.flatnonzero(computed % self.checkpoint_tokens == 0).tolist()
-        count = sum(map(len, growing)) + len(sealing) * sum(self.state_pages)
+        for index in self._windows:
+            self.pool.release(self._cycle(index, rows[index], committed[index]))
+        states = sum(self.state_pages)
+        count = sum(map(len, rows)) + len(seals) * states
         if not count:
-            return set()
+            return True
         pages = self._take(count)
         if pages is None:
-            return None
+            return False
         reservation.taken.extend(pages)
-        source = iter(pages)
-        for index, rows in enumerate(growing):
-            for i in rows:
-                row = leases[i].rows[index]
-                row.append_one(next(source))
+        start = 0
+        for members in rows:
+            for row in members:
+                row.append_one(pages[start])
                 reservation.grown.append((row, 1))
-        for i in sealing:
-            fresh = [next(source) for _ in range(sum(self.state_pages))]
-            self._advance_states(leases[i], int(computed[i]), fresh, reservation)
-        return {i for rows in (*growing, sealing) for i in rows}
+                start += 1
+        for lease, position in seals:
+            self._advance_states(lease, position, pages[start : start + states], reservation)
+            start += states
+        return True
 
-    def _cycle(self, leases: list[CacheLease], committed: list[int]) -> list[int]:
-        """Takes the pages out of the leases' Window rows that lie before the window of the next query."""
+    def _cycle(self, index: int, rows: list[PageRow], committed: list[int]) -> list[int]:
+        """Takes the pages out of Window rows that lie before the window of the query after `committed` tokens."""
+        group = self.paged[index]
         dropped: list[int] = []
-        for index in self._windows:
-            group = self.paged[index]
-            for lease, position in zip(leases, committed, strict=True):
-                dropped += lease.rows[index].drop_before(group.first_needed(position))
+        for row, position in zip(rows, committed, strict=True):
+            dropped += row.drop_before(group.first_needed(position))
         return dropped
 
     def is_sealed(self, position: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,13 +27,15 @@ class Committed:
         slots: their slots, as an index into the columns of the SlotTable (a finished request's may be free again).
         token_ids: int32 [R].
         rows: int64 [R], index of each token in the output's columns.
+        cohort: whose plan it was, if it was a decode plan.
         finished: requests that ended, with the reason.
     """
 
-    requests: list[Request]
+    requests: Sequence[Request]
     slots: slice | np.ndarray
     token_ids: np.ndarray
     rows: np.ndarray
+    cohort: Cohort | None = None
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
 
 
@@ -53,22 +56,21 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, o
     table, slots = scheduler.table, planned.slots
     tokens, rows = check_output(planned.plan, output, None, scheduler.config.vocab_size)
     live = _live_rows(scheduler, planned)
+    requests, stop_ids = cohort.requests, cohort.stop_ids
     if live is None:
-        table.counts[slots] += COMMITTED
+        table.counts[:, slots] += COMMITTED
         for append, token in zip(cohort.append_output, tokens.tolist(), strict=True):
             append(token)
-        requests = cohort.requests
-        stop_ids = cohort.stop_ids
     else:
-        table.counts[slots] += np.where(live[:, None], COMMITTED, DISCARDED)
+        table.counts[:, slots] += np.where(live, COMMITTED, DISCARDED)
         _release_closed(scheduler, planned, live)
         rows, tokens, slots = rows[live], tokens[live], cohort.slots[live]
-        requests = [request for request, goes_on in zip(cohort.requests, live.tolist(), strict=True) if goes_on]
+        requests = tuple([request for request, goes_on in zip(requests, live.tolist(), strict=True) if goes_on])
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output_ids.append(token)
-        stop_ids = cohort.stop_ids[live]
+        stop_ids = stop_ids[:, live]
     table.last_token[slots] = tokens
-    committed = Committed(requests, slots, tokens, rows)
+    committed = Committed(requests, slots, tokens, rows, cohort)
     _find_ends(table, committed, stop_ids, limits=cohort.steps_left <= 0)
     cache = scheduler.cache
     if cache.prefix_cache:
@@ -100,7 +102,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.outputs[slots] += 1
     table.last_token[slots] = tokens
     committed = Committed(requests, slots, tokens, rows)
-    _find_ends(table, committed, table.stop_ids[slots], limits=True)
+    _find_ends(table, committed, table.stop_ids[slots].T, limits=True)
     if scheduler.cache.prefix_cache:
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
     return committed
@@ -127,16 +129,20 @@ def check_output(
         raise BadOutput(f"token_ids are {tokens.dtype}: expected integers")
     if tokens.ndim != 1 or indptr[0] != 0 or int(indptr[-1]) != tokens.size:
         raise BadOutput(f"token_indptr spans {indptr[0]} to {indptr[-1]}: expected 0 to {tokens.size} token_ids")
-    indptr = indptr.astype(np.int64, copy=False)
-    lengths = indptr[1:] - indptr[:-1]
-    if not bool((lengths == 1).all() if emits is None else ((lengths >= 0) & ((lengths == 1) | ~emits)).all()):
+    if emits is None:
+        one_each = np.arange(plan.num_sequences + 1)
+        rows, chosen, fits = one_each[:-1], tokens, bool((indptr == one_each).all())
+    else:
+        lengths = np.diff(indptr.astype(np.int64, copy=False))
+        fits = bool(((lengths >= 0) & ((lengths == 1) | ~emits)).all())
+        rows = indptr[:-1][emits]
+        chosen = tokens[rows] if fits else tokens
+    if not fits:
         raise BadOutput("token_indptr gives an emitting row other than one token")
-    rows = indptr[:-1] if emits is None else indptr[:-1][emits]
-    chosen = tokens if emits is None else tokens[rows]
-    if chosen.size:
-        low, high, top = int(chosen.min()), int(chosen.max()), vocab_size or 1 << 31
-        if low < 0 or high >= top:
-            raise BadOutput(f"token_ids go from {low} to {high}: expected ids in [0, {top - 1}]")
+    top = vocab_size or 1 << 31
+    # Negative ids are the largest of all as unsigned numbers.
+    if chosen.size and int(chosen.view(f"u{chosen.itemsize}").max()) >= top:
+        raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
     return chosen.astype(np.int32, copy=False), rows
 
 
@@ -157,18 +163,14 @@ def _release_closed(scheduler: Scheduler, planned: PlannedStep, live: np.ndarray
 def _find_ends(table: SlotTable, committed: Committed, stop_ids: np.ndarray, *, limits: bool) -> None:
     """Notes the requests that ended with their new token: a stop token, or the last one that they may have."""
     slots, tokens = committed.slots, committed.token_ids
-    ended: np.ndarray | None = None
-    stopped: np.ndarray | None = None
-    if stop_ids.shape[1]:
-        stopped = (stop_ids == tokens[:, None]).any(axis=1)
-        ended = stopped
-    if limits:
-        full = table.outputs[slots] >= table.max_outputs[slots]
-        ended = full if stopped is None else full | stopped
-    if ended is None:
+    stops = stop_ids == tokens  # [k, R]
+    some_stop = bool(stops.any())
+    if not (some_stop or limits):
         return
+    stopped = stops.any(axis=0)
+    ended = stopped | (table.outputs[slots] >= table.max_outputs[slots])
     for i in np.flatnonzero(ended).tolist():
-        reason = FinishReason.STOP if stopped is not None and stopped[i] else FinishReason.LENGTH
+        reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
         committed.finished.append((committed.requests[i], reason))
 
 

@@ -19,7 +19,8 @@ from resin.plan import (
 )
 from resin.plan.batch import SAMPLING_COLUMNS
 from resin.sched.cache import PagedGroup
-from resin.sched.cohort import Cohort, PlanTemplate
+from resin.sched.cohort import Cohort
+from resin.sched.decode import DecodeColumns, DecodeImage
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
 
@@ -41,9 +42,9 @@ class Planner:
         self._config = config
         self._table = table
         self._scratch_slot = config.max_sequences
-        pairs = list(zip(config.groups, config.geometry.groups, strict=True))
-        self._specs = tuple(pairs)
+        self._specs = pairs = tuple(zip(config.groups, config.geometry.groups, strict=True))
         self._layouts: dict[Bucket, PlanLayout] = {}
+        self._columns: dict[Bucket, DecodeColumns] = {}
         self._paged = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
         self._states = [(group, fill) for group, fill in pairs if isinstance(group, StateGroup)]
         self._windows = windows
@@ -57,68 +58,22 @@ class Planner:
     # -- decode -------------------------------------------------------------------------------------------------
 
     def plan_decode(
-        self, step: int, bucket: Bucket, cohort: Cohort, counts: np.ndarray, masks: np.ndarray | None
+        self, step: int, bucket: Bucket, cohort: Cohort, growing: list[list[int]], masks: np.ndarray | None
     ) -> BatchPlan:
-        """One token for each row of the cohort; `counts` are the rows of `SlotTable.counts` before this plan."""
-        template, count = cohort.template, len(cohort)
-        if template is None or template.bucket is not bucket:
-            template = cohort.template = self._decode_template(bucket, cohort)
-        pages_changed = template.pages_version != cohort.pages_version
-        template.pages_version = cohort.pages_version
-        columns, computed = template.columns, counts[:, 0]
-        columns["positions"][:count] = computed
-        np.add(computed, 1, out=columns["seq_lens"][:count])
-        self._fill_tokens(template, cohort, counts)
-        for group, (spec, fill) in enumerate(self._paged):
-            name, ratio = spec.name, spec.tokens_per_entry
-            if pages_changed:
-                self._fill_rows(columns, name, cohort.views[group], cohort.row_pages[group], count)
-                columns[f"first_position:{name}"][:count] = cohort.first_positions[group]
-                columns[f"append_pages:{name}"][:count] = cohort.tails[group]
-            if ratio == 1:
-                np.remainder(computed, fill.page_entries, out=columns[f"append_offsets:{name}"][:count])
-            else:
-                complete = (computed + 1) % ratio == 0
-                columns[f"append_pages:{name}"][:count] = np.where(complete, cohort.tails[group], 0)
-                offsets = computed // ratio % fill.page_entries
-                columns[f"append_offsets:{name}"][:count] = np.where(complete, offsets, 0)
-        if pages_changed:
-            for group, (state, fill) in enumerate(self._states):
-                words = count * fill.pages_per_state
-                columns[f"input_pages:{state.name}"][:words] = cohort.input_pages[group].reshape(-1)
-                columns[f"output_pages:{state.name}"][:words] = cohort.output_pages[group].reshape(-1)
-        return self._build(step, bucket, template.buffer.copy(), masks=masks, ids=cohort.ids)
+        """One token for each row of the cohort; `growing` are the rows of each paged group that start a page."""
+        image = cohort.image
+        if image is None or image.bucket is not bucket:
+            image = cohort.image = DecodeImage(bucket, self._decode_columns(bucket), cohort, self._table)
+        buffer = image.write_next(growing, self._scratch_slot)
+        return self._build(step, bucket, buffer, len(cohort), len(cohort), masks=masks, ids=cohort.ids)
 
-    def _decode_template(self, bucket: Bucket, cohort: Cohort) -> PlanTemplate:
-        """Everything that stays the same while the cohort and its bucket do."""
-        template = PlanTemplate(bucket, self._layout(bucket))
-        table, columns, slots, count = self._table, template.columns, cohort.slots, len(cohort)
-        columns["header"][:2] = count
-        columns["header"][3] = table.top_logprobs[slots].max(initial=0)
-        columns["query_indptr"][:] = count
-        columns["query_indptr"][: count + 1] = cohort.indptr
-        columns["slots"][:] = self._scratch_slot
-        columns["slots"][:count] = slots
-        columns["next_token"][:] = -1
-        for name in SAMPLING_COLUMNS:
-            columns[name][:count] = table.sampling[name][slots]
-        return template
-
-    def _fill_tokens(self, template: PlanTemplate, cohort: Cohort, counts: np.ndarray) -> None:
-        """Token ids and flags; unchanged from the latest plan while all rows take their token from their slots."""
-        table, slots, columns, count = self._table, cohort.slots, template.columns, len(cohort)
-        pending = counts[:, 3] > 0
-        every = bool(pending.all())
-        if every and template.from_slot and not cohort.has_minimum:
-            return
-        flags = table.flags[slots] | RowFlag.EMIT
-        flags[pending] |= RowFlag.FROM_SLOT
-        if cohort.has_minimum:
-            flags[counts[:, 5] + counts[:, 3] < table.min_outputs[slots]] |= RowFlag.SUPPRESS_STOP
-        columns["row_flags"][:count] = flags
-        columns["header"][2] = np.bitwise_or.reduce(flags)
-        columns["token_ids"][:count] = np.where(pending, 0, table.last_token[slots])
-        template.from_slot = every
+    def _decode_columns(self, bucket: Bucket) -> DecodeColumns:
+        columns = self._columns.get(bucket)
+        if columns is None:
+            columns = DecodeColumns(self._layout(bucket), self._specs, self._windows)
+            if self._config.buckets:  # exact-size plans: every shape may be new
+                self._columns[bucket] = columns
+        return columns
 
     @staticmethod
     def _fill_rows(
@@ -169,7 +124,7 @@ class Planner:
             self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load
         )
         ids = tuple(chunk.request.id for chunk in chunks)
-        return self._build(step, bucket, buffer, loads=loads, masks=masks, ids=ids)
+        return self._build(step, bucket, buffer, count, tokens, loads=loads, masks=masks, ids=ids)
 
     def _fill_prefill_pages(self, columns: dict[str, np.ndarray], chunks: list[Chunk], indptr: np.ndarray) -> None:
         leases = [chunk.request.lease for chunk in chunks]
@@ -247,13 +202,14 @@ class Planner:
         step: int,
         bucket: Bucket,
         buffer: np.ndarray,
+        sequences: int,
+        tokens: int,
         *,
         masks: np.ndarray | None,
         ids: tuple[int, ...],
         loads: tuple[SlotLoad, ...] = (),
     ) -> BatchPlan:
         buffer.flags.writeable = False
-        sequences, tokens = buffer[:2].tolist()  # the header comes first
         layout = self._layout(bucket)
         return BatchPlan(step, bucket, sequences, tokens, buffer, layout, self._specs, loads, masks, ids)
 

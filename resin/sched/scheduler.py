@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ class PlannedStep:
     plan: BatchPlan
     reservation: Reservation
     slots: slice | np.ndarray  # of the rows, an index into the columns of the SlotTable
-    requests: list[Request]
+    requests: Sequence[Request]
     chunks: list[Chunk] | None  # prefill only
     cohort: Cohort | None  # decode only
 
@@ -165,7 +165,8 @@ class Scheduler:
         table, slots = self.table, planned.slots
         if planned.cohort is not None:
             self.prefill_streak = 0
-            table.counts[slots] += ACCEPTED
+            table.counts[:, slots] += ACCEPTED
+            planned.cohort.steps += 1
             planned.cohort.steps_left -= 1
             if len(planned.cohort) < len(self.decoding):
                 table.last_step[slots] = self._step
@@ -314,39 +315,37 @@ class Scheduler:
             cohort = self._current_cohort()
             if cohort is None:
                 return None
-            counts = self.table.counts[cohort.rows]
-            computed = counts[:, 0]
-            cohort.refresh()
-            growing = cohort.growing(computed)
+            growing = [cohort.starting(group.span_tokens) for group in self.cache.paged]
             bucket = self._decode_bucket(cohort, growing)
             if bucket is None:  # rows grew past the largest bucket: decode fewer of them
                 self._cohort = None
                 continue
+            sealing = cohort.starting(self.cache.checkpoint_tokens) if self.cache.seals_states else []
             reservation = Reservation()
-            changed = self.cache.try_extend_each(cohort.leases, counts[:, 1], computed, growing, reservation)
-            if changed is not None:
+            if self._extend_rows(cohort, growing, sealing, reservation):
                 break
             if in_flight or not self._retract_youngest():
                 return None
         try:
-            if changed:
-                cohort.dirty |= changed
-                cohort.refresh()
-                self._read_sealed_states(cohort, changed, computed)
+            cohort.dirty.update(sealing)
             masks = self._decode_masks(cohort, bucket) if cohort.constrained else None
-            plan = self.planner.plan_decode(self._step, bucket, cohort, counts, masks)
+            plan = self.planner.plan_decode(self._step, bucket, cohort, growing, masks)
         except BaseException:
             self.cache.rollback(reservation)
             self._cohort = None
             raise
+        cohort.dirty.update(sealing)  # the plan after this one reads their states where this one writes them
         return PlannedStep(plan, reservation, cohort.rows, cohort.requests, None, cohort)
 
-    def _read_sealed_states(self, cohort: Cohort, changed: set[int], computed: np.ndarray) -> None:
-        if self.cache.state_pages:
-            for i in changed:
-                if self.cache.is_sealed(int(computed[i])):
-                    cohort.set_state_input(i)
-                    cohort.dirty.add(i)
+    def _extend_rows(
+        self, cohort: Cohort, growing: list[list[int]], sealing: list[int], reservation: Reservation
+    ) -> bool:
+        """Reserves room for one more token of every row; all or nothing."""
+        leases, committed = cohort.leases, self.table.committed
+        rows = [[leases[i].rows[index] for i in indices] for index, indices in enumerate(growing)]
+        positions = [committed[cohort.slots[indices]].tolist() if indices else [] for indices in growing]
+        seals = [(leases[i], cohort.position(i)) for i in sealing]
+        return self.cache.try_extend_rows(rows, positions, seals, reservation)
 
     def _decode_masks(self, cohort: Cohort, bucket: Bucket) -> np.ndarray | None:
         rows = [request if request.params.allowed_tokens else None for request in cohort.requests]
@@ -361,15 +360,10 @@ class Scheduler:
         rows = [request for request in self.decoding if self._can_decode(request)]
         if not rows:
             return None
-        cohort = self._new_cohort(rows)
-        if self._decode_bucket(cohort, cohort.growing(self.table.computed[cohort.slots])) is None:
-            cohort = self._new_cohort(self._rows_that_fit(rows))
+        cohort = Cohort(rows, self.table)
+        if self._decode_bucket(cohort, [cohort.starting(group.span_tokens) for group in self.cache.paged]) is None:
+            cohort = Cohort(self._rows_that_fit(rows), self.table)
         self._cohort = cohort
-        return cohort
-
-    def _new_cohort(self, rows: list[Request]) -> Cohort:
-        cohort = Cohort(rows, self.table, self.cache.paged, self.planner.state_pages)
-        cohort.refresh()
         return cohort
 
     def _rows_that_fit(self, rows: list[Request]) -> list[Request]:
@@ -390,13 +384,22 @@ class Scheduler:
 
     def _decode_bucket(self, cohort: Cohort, growing: list[list[int]]) -> Bucket | None:
         """The smallest bucket that holds the rows once their next tokens have room."""
-        totals = [pages + len(rows) for pages, rows in zip(cohort.total_pages, growing, strict=True)]
-        count = len(cohort)
+        image, count = cohort.image, len(cohort)
+        seen = image.totals if image is not None else self._visible_pages(cohort)
+        totals = [pages + len(rows) for pages, rows in zip(seen, growing, strict=True)]
         needs = totals if not self.cache.state_pages else self.planner.row_pages(totals)
-        template = cohort.template
-        if template is not None and template.bucket.holds(count, count, needs) and self.config.buckets:
-            return template.bucket
+        if image is not None and self.config.buckets and image.bucket.holds(count, count, needs):
+            return image.bucket
         return smallest_bucket(self.config.buckets, Phase.DECODE, count, count, needs)
+
+    def _visible_pages(self, cohort: Cohort) -> list[int]:
+        """For each paged group the pages that the next tokens of all rows see."""
+        totals = []
+        for index, group in enumerate(self.cache.paged):
+            rows = [lease.rows[index] for lease in cohort.leases]
+            firsts = [max(row.first, group.first_needed(cohort.position(i))) for i, row in enumerate(rows)]
+            totals.append(sum([row.end for row in rows]) - sum(firsts))
+        return totals
 
     # -- memory pressure ----------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from resin.plan.sampling import MAX_STOP_TOKENS
 from resin.sched.request import Request
 
 # What one decode step adds to a slot's counts when its plan is accepted and when it is committed.
-#                     computed, committed, known, pending, in_flight, outputs
-ACCEPTED = np.array((1, 0, 0, 1, 1, 0), np.int32)
-COMMITTED = np.array((0, 1, 1, -1, -1, 1), np.int32)
-DISCARDED = np.array((0, 1, 0, -1, -1, 0), np.int32)
+#                      computed, pending, in_flight, committed, known, outputs
+ACCEPTED = np.array([[1], [1], [1], [0], [0], [0]], np.int32)
+COMMITTED = np.array([[0], [-1], [-1], [1], [1], [1]], np.int32)
+DISCARDED = np.array([[0], [-1], [-1], [1], [0], [0]], np.int32)
 
 
 # Columns travel as float32, where smaller values would vanish or blow up: a greedy row, the most likely token alone and
@@ -28,7 +28,7 @@ class SlotTable:
     """Per-slot columns. Row `max_sequences` is scratch, as on the device.
 
     Attributes:
-        counts: int32 [rows, 6], the six columns below side by side (they are views of it).
+        counts: int32 [6, rows], the six columns below (they are views of it).
         computed: tokens whose cache entries exist or are being written by plans in flight.
         committed: the same without plans in flight.
         known: prompt and output tokens the host knows.
@@ -41,8 +41,8 @@ class SlotTable:
         rows = max_sequences + 1
         self._free = list(range(max_sequences - 1, -1, -1))
         self.requests: list[Request | None] = [None] * rows
-        self.counts = np.zeros((rows, 6), np.int32)
-        self.computed, self.committed, self.known, self.pending, self.in_flight, self.outputs = self.counts.T
+        self.counts = np.zeros((6, rows), np.int32)
+        self.computed, self.pending, self.in_flight, self.committed, self.known, self.outputs = self.counts
         self.min_outputs = np.zeros(rows, np.int32)
         self.max_outputs = np.zeros(rows, np.int32)
         self.last_token = np.zeros(rows, np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from resin import Engine, Phase, SamplingParams
@@ -62,41 +61,20 @@ def test_a_cohort_ends_with_the_first_row_that_does(runner_class: type[PagedFake
     assert sum(emitted) == 3
 
 
-def test_refresh_reads_changed_rows_and_no_others() -> None:
-    engine = engine_with()
-    cohort = cohort_of(engine)
-    engine.scheduler._plan_decode(in_flight=False)
-    version = cohort.pages_version
-    cohort.refresh()
-    assert cohort.pages_version == version
-    lease = cohort.leases[1]
-    pages = lease.rows[0].view().copy()
-    pages[0] = 77
-    lease.rows[0].replace(0, 77)
-    cohort.dirty.add(1)
-    cohort.refresh()
-    assert cohort.pages_version == version + 1 and not cohort.dirty
-    assert cohort.views[0][1].tolist() == pages.tolist()
-
-
 def test_a_cohort_knows_its_rows() -> None:
     engine = engine_with(sizes=(3, 5, 8))
     cohort, table = cohort_of(engine), engine.scheduler.table
     assert [cohort.index[request.slot] for request in cohort.requests] == [0, 1, 2]
     assert cohort.ids == tuple(request.id for request in cohort.requests)
     assert cohort.slots.tolist() == [request.slot for request in cohort.requests]
-    for group, span in ((0, cohort._paged[0].span_tokens), (1, cohort._paged[1].span_tokens)):
-        for i, request in enumerate(cohort.requests):
-            assert request.lease is not None
-            row = request.lease.rows[group]
-            assert cohort.tails[group, i] == row.last_page
-            assert cohort.first_positions[group, i] == (row.end - len(cohort.views[group][i])) * span
-            assert cohort.row_pages[group, i] == len(cohort.views[group][i])
-        assert cohort.total_pages[group] == sum(map(len, cohort.views[group]))
-    growing = cohort.growing(np.array([4, 5, 8]))
-    assert growing == [[0, 2], [0, 2]]
     room = table.max_outputs[cohort.slots] - table.outputs[cohort.slots]
     assert cohort.steps_left == room.min()
+    for _ in range(9):
+        assert [cohort.position(i) for i in range(3)] == table.computed[cohort.slots].tolist()
+        for span in (1, 2, 4, 7):
+            assert cohort.starting(span) == [i for i in range(3) if cohort.position(i) % span == 0]
+        engine.step()
+        assert cohort_of(engine) is cohort
     engine.close()
 
 
@@ -109,7 +87,7 @@ def test_stop_lists_are_as_wide_as_the_longest() -> None:
         engine.submit([1], sampling_params=SamplingParams(stop_token_ids=tuple(range(9)), ignore_stop=True))
         engine.step()
         engine.scheduler._plan_decode(in_flight=False)
-        assert cohort_of(engine).stop_ids.shape == (4, 3)
+        assert cohort_of(engine).stop_ids.shape == (3, 4)
 
 
 @RUNNERS

@@ -369,7 +369,7 @@ class Nth:
 FAULTS = [
     ("cache", "try_extend", 1),
     ("cache", "try_extend", 2),
-    ("cache", "try_extend_each", 1),
+    ("cache", "try_extend_rows", 1),
     ("cache", "lease", 2),
     ("planner", "plan_prefill", 1),
     ("planner", "plan_decode", 1),

@@ -1,0 +1,82 @@
+"""Decode plans made from the one before equal plans made from nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from resin import BatchPlan, Bucket, Engine, SamplingParams, WindowGroup
+from resin.sched.cohort import Cohort
+from resin.sched.decode import DecodeImage
+from tests.fakes import OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
+
+RUNNERS = pytest.mark.parametrize("runner_class", [PagedFake, OverlapFake], ids=["sync", "overlap"])
+GROUPS = {
+    "history": (history_group(),),
+    "compressed": (history_group(), history_group(4, "compressed")),
+    "window": (window_group(6), history_group()),
+    "all": (history_group(), window_group(9), state_group(16, rows=20), window_group(5, "short")),
+}
+
+
+def check_same(plan: BatchPlan, fresh: np.ndarray) -> None:
+    """The columns of the plan and of a buffer made from nothing; a Window row may still show an older page in front."""
+    count = plan.num_sequences
+    windows = {spec.name for spec, _ in plan.group_specs if isinstance(spec, WindowGroup)}
+    for name in plan.layout.by_name:
+        if name.partition(":")[2] not in windows or name.startswith("append"):
+            assert np.array_equal(plan.column(name), plan.layout.view(fresh, name)), name
+    spans = {spec.name: fill.span_tokens for spec, fill in plan.group_specs}
+    for name in windows:
+        columns = [f"{field}:{name}" for field in ("page_indptr", "page_ids", "first_position")]
+        indptr, ids, firsts = (plan.column(column) for column in columns)
+        fresh_indptr, fresh_ids, fresh_firsts = (plan.layout.view(fresh, column) for column in columns)
+        for i in range(count):
+            row, want = ids[indptr[i] : indptr[i + 1]], fresh_ids[fresh_indptr[i] : fresh_indptr[i + 1]]
+            older = len(row) - len(want)
+            assert older in (0, 1) and row[older:].tolist() == want.tolist()
+            assert firsts[i] + older * spans[name] == fresh_firsts[i]
+        assert not ids[indptr[count] :].any() and (indptr[count:] == indptr[count]).all()
+
+
+def watch(engine: Engine) -> list[int]:
+    """Compares every decode plan of the engine; returns a list that gets the rows of each patched one."""
+    planner, table = engine.scheduler.planner, engine.scheduler.table
+    plan_decode, patched = planner.plan_decode, []
+
+    def compare(step: int, bucket: Bucket, cohort: Cohort, growing: list[list[int]], masks: Any) -> BatchPlan:
+        other = Cohort(list(cohort.requests), table)
+        columns = planner._decode_columns(bucket)
+        fresh = DecodeImage(bucket, columns, other, table).write_next(growing, engine.config.max_sequences)
+        is_patch = cohort.image is not None and cohort.image.bucket is bucket
+        plan = plan_decode(step, bucket, cohort, growing, masks)
+        check_same(plan, fresh)
+        if is_patch:
+            patched.append(len(cohort))
+        return plan
+
+    planner.plan_decode = compare  # type: ignore[method-assign]
+    return patched
+
+
+@RUNNERS
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["plain", "prefix"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_patched_plans_equal_fresh_ones(groups: str, prefix_cache: bool, runner_class: type[PagedFake]) -> None:
+    config = fake_config(GROUPS[groups], max_sequences=6)
+    rng = np.random.default_rng(len(groups))
+    with Engine(runner_class(config), prefix_cache=prefix_cache) as engine:
+        patched = watch(engine)
+        shared = rng.integers(0, 250, 40)
+        for i, size in enumerate((3, 38, 17, 40, 40, 38, 1, 25)):
+            stops = tuple(rng.integers(0, 250, i % 3).tolist())
+            params = SamplingParams(
+                max_output_tokens=60 + i, temperature=0.5 * (i % 2), top_k=i, stop_token_ids=stops, min_output_tokens=i
+            )
+            engine.submit(shared[:size], sampling_params=params)
+        while engine.has_work():
+            engine.step()
+            engine.scheduler.check_integrity()
+    assert len(patched) > 40 and max(patched) == 6
