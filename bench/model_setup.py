@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from resin.models.families import ModelClass, find_model_class
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.registry import open_checkpoint
 from resin.models.routers import Router
-from resin.models.weights import Progress, dummy_weights, load_weights
+from resin.models.weights import Progress
 from resin.runtime import ModelRunner, RunnerOptions
 from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.executable import StepSpec
-from resin.runtime.load import build_spec
+from resin.runtime.load import build_spec, check_weights, read_weights
 from resin.runtime.mesh import build_mesh
 from resin.settings import CACHE_DIRECTORY
 
@@ -120,17 +121,20 @@ def build_setup(
         config = model_class.Config.from_hf(checkpoint.config)
         spec = build_spec(model_class, config, sized_options(options, cases), mesh)
         spec = replace(spec, config=replace(spec.config, buckets=all_buckets(spec, cases)))
-        if choice.dummy:
-            weights = dummy_weights(spec.model, mesh, seed=options.seed, progress=progress)
-        else:
-            weights = load_weights(spec.model, checkpoint, mesh, progress=progress)
+        options = replace(options, dummy=choice.dummy)
+        check_weights(spec, checkpoint, options)
+        runner = ModelRunner(
+            spec,
+            partial(read_weights, spec, checkpoint, options),
+            model_config=config,
+            compile_threads=options.compile_threads,
+        )
+        num_pages = 1 + max(case.pages(spec.config) for case in cases)
+        runner.bind(ArenaSpec(num_pages, spec.config.geometry.page_bytes, spec.config.arena_dtype))
+        runner.warm_up(progress)
     finally:
         checkpoint.close()
-    runner = ModelRunner(spec, weights, model_config=config, compile_threads=options.compile_threads)
-    num_pages = 1 + max(case.pages(spec.config) for case in cases)
-    runner.bind(ArenaSpec(num_pages, spec.config.geometry.page_bytes, spec.config.arena_dtype))
-    runner.warm_up(progress)
-    return Setup(runner, spec, weights, num_pages)
+    return Setup(runner, spec, runner.weights, num_pages)
 
 
 def sized_options(options: RunnerOptions, cases: Sequence[Case]) -> RunnerOptions:

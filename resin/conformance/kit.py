@@ -94,7 +94,7 @@ class ConformanceKit:
             tp=settings.tp,
         )
         self.vocab_size = config.vocab_size
-        self.runner: ModelRunner = build_runner(checkpoint, options, model=model, progress=progress)
+        self.runner: ModelRunner = build_runner(checkpoint, options, model=model)
         self._context = context
         geometry = self.runner.config.geometry
         self._need = CacheManager(groups, geometry, 0, prefix_cache=True).pages_needed(context, whole)

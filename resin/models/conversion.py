@@ -98,11 +98,7 @@ def restore_weights(
     """
     import orbax.checkpoint as ocp
 
-    if checkpoint.dtype != dtype:
-        raise InvalidRequest("dtype", dtype, f"{checkpoint.dtype}, which these weights were converted to")
-    if checkpoint.tp != mesh.shape["tp"]:
-        raise InvalidRequest("tp", mesh.shape["tp"], f"{checkpoint.tp}, which these weights were converted for")
-    _check(model, checkpoint)
+    check_converted(model, checkpoint, mesh, dtype=dtype)
     targets = dict(zip(model.names, model.arguments(mesh), strict=True))
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -114,7 +110,17 @@ def restore_weights(
     return tuple(arrays[name] for name in model.names)
 
 
-def _check(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> None:
+def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh: Mesh, *, dtype: str) -> None:
+    """Holds the declarations against what was converted.
+
+    Raises:
+        InvalidRequest: weights laid out for another dtype or number of devices.
+        CheckpointError: they do not fit the model, all faults named at once.
+    """
+    if checkpoint.dtype != dtype:
+        raise InvalidRequest("dtype", dtype, f"{checkpoint.dtype}, which these weights were converted to")
+    if checkpoint.tp != mesh.shape["tp"]:
+        raise InvalidRequest("tp", mesh.shape["tp"], f"{checkpoint.tp}, which these weights were converted for")
     expected = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in _describe(model).items()}
     held = checkpoint.weights
     faults = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]

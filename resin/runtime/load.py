@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from resin.models.conversion import restore_weights
+from resin.models.conversion import check_converted, restore_weights
 from resin.models.declare import Placement
 from resin.models.families import find_model_class
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.loading.converted import ConvertedCheckpoint
 from resin.models.registry import open_checkpoint, resolve
-from resin.models.weights import AbstractModel, Progress, dummy_weights, load_weights
+from resin.models.weights import AbstractModel, Progress, check_tensors, dummy_weights, load_weights
 from resin.pallas_kernels.table import Backend
 from resin.plan import CacheGroup, InvalidRequest, RunnerConfig, StateGroup, plan_geometry
 from resin.recipes.tokenizer import load_tokenizer
@@ -39,13 +40,13 @@ def load_runner(
     model: str | None = None,
     progress: Progress | None = None,
 ) -> ModelRunner:
-    """Loads a model and returns its runner, ready for an Engine.
+    """Fetches a model and returns its runner, ready for an Engine; weights are read when the memory ledger holds.
 
     Args:
         source: registered name, local path or hub id.
         options: execution settings.
         model: "package.module:Name" of a model class; None finds it by the checkpoint's `model_type`.
-        progress: called with (what, done, total) while weights are fetched and loaded.
+        progress: called with (what, done, total) while files are fetched.
 
     Raises:
         InvalidRequest: options that do not fit the model or the machine.
@@ -55,9 +56,12 @@ def load_runner(
     files = found.fetch(progress)
     checkpoint = open_checkpoint(files)
     try:
-        return build_runner(checkpoint, options, model=model, tokenizer=load_tokenizer(files), progress=progress)
-    finally:
+        return build_runner(
+            checkpoint, options, model=model, tokenizer=load_tokenizer(files), on_loaded=checkpoint.close
+        )
+    except BaseException:
         checkpoint.close()
+        raise
 
 
 def build_runner(
@@ -66,9 +70,13 @@ def build_runner(
     *,
     model: str | None = None,
     tokenizer: Any = None,
-    progress: Progress | None = None,
+    on_loaded: Callable[[], None] | None = None,
 ) -> ModelRunner:
-    """The same from an open checkpoint, which may be closed afterwards."""
+    """The same from an open checkpoint, which must stay open until the weights are loaded.
+
+    Args:
+        on_loaded: called once they are.
+    """
     options = options or RunnerOptions()
     if options.compile_cache_bytes:
         directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
@@ -77,21 +85,53 @@ def build_runner(
     model_class = find_model_class(checkpoint.config, model)
     config = model_class.Config.from_hf(checkpoint.config)
     spec = build_spec(model_class, config, options, mesh)
-    if options.dummy:
-        weights = dummy_weights(spec.model, mesh, seed=options.seed, progress=progress)
-    elif isinstance(checkpoint, ConvertedCheckpoint):
-        weights = restore_weights(spec.model, checkpoint, mesh, dtype=spec.dtype, progress=progress)
-    else:
-        weights = load_weights(spec.model, checkpoint, mesh, progress=progress)
+    check_weights(spec, checkpoint, options)
+
+    def load(progress: Progress | None) -> tuple[jax.Array, ...]:
+        weights = read_weights(spec, checkpoint, options, progress)
+        if on_loaded is not None:
+            on_loaded()
+        return weights
+
     return ModelRunner(
         spec,
-        weights,
+        load,
         model_config=config,
         tokenizer=tokenizer,
         eos_token_ids=config.eos_token_ids,
         cache_bytes=options.cache_bytes,
         compile_threads=options.compile_threads,
     )
+
+
+def check_weights(spec: StepSpec, checkpoint: Checkpoint, options: RunnerOptions) -> None:
+    """Holds the model's declarations against the checkpoint's index, before anything is compiled.
+
+    Raises:
+        InvalidRequest: converted weights of another dtype or number of devices.
+        CheckpointError: names every missing, extra and misshapen tensor at once.
+    """
+    if options.dummy:
+        return
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        check_converted(spec.model, checkpoint, spec.mesh, dtype=spec.dtype)
+    else:
+        check_tensors(spec.model, checkpoint)
+
+
+def read_weights(
+    spec: StepSpec, checkpoint: Checkpoint, options: RunnerOptions, progress: Progress | None = None
+) -> tuple[jax.Array, ...]:
+    """The weights on their devices: random ones, restored ones, or read tensor by tensor.
+
+    Raises:
+        CheckpointError: they do not fit the model or cannot be read.
+    """
+    if options.dummy:
+        return dummy_weights(spec.model, spec.mesh, seed=options.seed, progress=progress)
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        return restore_weights(spec.model, checkpoint, spec.mesh, dtype=spec.dtype, progress=progress)
+    return load_weights(spec.model, checkpoint, spec.mesh, progress=progress)
 
 
 def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.sharding.Mesh) -> StepSpec:

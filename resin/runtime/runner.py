@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +24,17 @@ from resin.plan import (
     RunnerConfig,
 )
 from resin.runtime.arena import allocate
-from resin.runtime.executable import (
-    REPLICATED,
-    SPECIAL,
-    StepOutput,
-    StepSpec,
-    abstract_arena,
-    compile_load,
-    compile_step,
-)
-from resin.runtime.ledger import MemoryLedger, device_limit_bytes, program_temporary_bytes
+from resin.runtime.executable import REPLICATED, SPECIAL, StepOutput, StepSpec, abstract_arena
+from resin.runtime.ledger import MemoryLedger, device_limit_bytes
+from resin.runtime.programs import Programs
 from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
 
 # Share of a GPU's free memory that the arena takes when nothing is said; the rest is for temporaries.
 GPU_CACHE_SHARE = 0.9
 CPU_CACHE_BYTES = 1 << 30
+
+WeightLoader = Callable[[Progress | None], tuple[jax.Array, ...]]
+"""Puts the weights on the devices; called once, when the memory ledger holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +48,29 @@ class StepHandle:
 class ModelRunner:
     """Runs one model; not thread-safe.
 
-    Life: construct (weights are on the devices), `bind` once, `warm_up`, then `dispatch` and `collect` (or `forward`,
-    which is both). Plans execute in dispatch order.
+    Life: construct (nothing is on the devices), `bind` once, `warm_up`, then `dispatch` and `collect` (or `forward`,
+    which is both). Without `warm_up` each program is compiled when a plan first needs it. Plans execute in dispatch
+    order.
+
+    Args:
+        spec: structure, config, mesh.
+        load_weights: puts the weights on the devices, in the order of `model.declarations`.
+        model_config, tokenizer, eos_token_ids: kept as attributes.
+        cache_bytes: size of the arena; None takes a share of free memory.
+        compile_threads: buckets compiled at once; None takes the CPU count, at most 8.
 
     Attributes:
         config: what the Engine plans within.
         model_config: the model's own Config.
         tokenizer: ChatTokenizer of the checkpoint, or None.
         eos_token_ids: ids that end a turn by the checkpoint's own account.
-        ledger: memory use, known after `warm_up`.
+        ledger: memory use, known once programs are compiled.
     """
 
     def __init__(
         self,
         spec: StepSpec,
-        weights: tuple[jax.Array, ...],
+        load_weights: WeightLoader,
         *,
         model_config: Any = None,
         tokenizer: Any = None,
@@ -82,18 +84,15 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids
         self.ledger: MemoryLedger | None = None
         self._spec = spec
-        self._weights = weights
+        self._load_weights = load_weights
+        self._weights: tuple[jax.Array, ...] | None = None
         self._cache_bytes = cache_bytes
-        self._compile_threads = compile_threads or min(os.cpu_count() or 1, 8)
+        self._programs = Programs(spec, compile_threads or min(os.cpu_count() or 1, 8))
         self._arena_spec: ArenaSpec | None = None
         self._arena: jax.Array | None = None
         self._slots: SlotTable | None = None
-        self._programs: dict[tuple[Bucket, bool], jax.stages.Compiled] = {}  # by bucket and whether plain
-        self._load_program: jax.stages.Compiled | None = None
         self._masks: dict[int, jax.Array] = {}
-        self._ready = False
-        self._compilations_after_ready = 0
-        self._compile_s = 0.0
+        self._programs_when_ready: int | None = None
 
     @property
     def device(self) -> jax.Device:
@@ -107,17 +106,26 @@ class ModelRunner:
 
     @property
     def weights(self) -> tuple[jax.Array, ...]:
-        """The flat weights, in the order of `model.declarations`."""
+        """The flat weights, in the order of `model.declarations`; loads them if nothing has yet."""
+        if self._weights is None:
+            self._account(0).check()
+            self._weights = self._load_weights(None)
         return self._weights
 
     def free_pages(self) -> int:
-        """Pages that fit: what the options say, else a share of the memory that is free now."""
+        """Pages that fit: what the options say, else a share of the memory that weights and slots leave.
+
+        Raises:
+            InvalidRequest: they leave none.
+        """
         page_bytes = self.config.geometry.page_bytes
         if page_bytes == 0:
             return 0
         if self._cache_bytes is not None:
             return self._cache_bytes // page_bytes
-        free = device_limit_bytes(self.device)
+        least = self._account(2 * page_bytes)
+        least.check()
+        free = least.limit - least.weights - least.slots
         share = min(CPU_CACHE_BYTES, free // 2) if self.device.platform == "cpu" else int(free * GPU_CACHE_SHARE)
         # More than every slot at full length is never used.
         most = 1 + self.config.max_sequences * sum(
@@ -145,8 +153,8 @@ class ModelRunner:
             raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {narrowest} values")
         self._arena_spec = arena
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every bucket in parallel, proves that memory suffices, allocates, and runs nothing.
+    def compile(self, progress: Progress | None = None) -> None:
+        """Compiles every bucket in parallel and proves that memory suffices. Neither weights nor arena are needed.
 
         Args:
             progress: called after each program with its bucket, programs done and programs in all.
@@ -155,55 +163,72 @@ class ModelRunner:
             InvalidRequest: not bound, or the ledger exceeds the device's memory.
         """
         arena = self._bound_arena()
-        started = time.perf_counter()
-        wanted = [(bucket, plain) for bucket in self.config.buckets for plain in self._spec.variants]
-        wanted = [key for key in wanted if key not in self._programs]
-        with ThreadPoolExecutor(self._compile_threads, thread_name_prefix="resin-compile") as pool:
-            load = pool.submit(compile_load, self._spec)
-            futures = {
-                pool.submit(compile_step, self._spec, bucket, arena, plain=plain): (bucket, plain)
-                for bucket, plain in wanted
-            }
-            try:
-                for done, future in enumerate(as_completed(futures), start=1):
-                    self._programs[futures[future]] = future.result()
-                    if progress is not None:
-                        progress(str(futures[future][0]), done, len(wanted))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-            self._load_program = load.result()
-        self._compile_s += time.perf_counter() - started
-        self._allocate(arena)
-        self._ready = True
+        self._programs.compile_all(arena, progress)
+        self._prove(arena)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """`compile`, then loads the weights and allocates; runs nothing.
+
+        Args:
+            progress: as for `compile`, then called while weights load with (what, bytes done, bytes in all).
+
+        Raises:
+            InvalidRequest: not bound, or the ledger exceeds the device's memory: nothing was loaded or allocated.
+            CheckpointError: the weights cannot be read.
+        """
+        self.compile(progress)
+        self._allocate(progress)
+        self._programs_when_ready = self._programs.count
 
     def _bound_arena(self) -> ArenaSpec:
         if self._arena_spec is None:
             raise InvalidRequest("arena", None, "bind() before the first step")
         return self._arena_spec
 
-    def _allocate(self, arena: ArenaSpec) -> None:
+    def _account(self, arena_bytes: int) -> MemoryLedger:
+        """The ledger of an arena of this size and the programs that exist."""
+        config, mesh = self.config, self._spec.mesh
+        slots = abstract_slots(config.max_sequences, config.vocab_size, jax.sharding.NamedSharding(mesh, REPLICATED))
+        masks = 4 * self._mask_words * sum(self._mask_rows)
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots)) + masks
+        weights = self._spec.model.device_nbytes(mesh)
+        return MemoryLedger(
+            weights=weights,
+            arena=arena_bytes,
+            slots=held,
+            largest_temporary=self._programs.largest_temporary_bytes,
+            limit=device_limit_bytes(self.device) + (weights if self._weights is not None else 0),
+        )
+
+    def _prove(self, arena: ArenaSpec) -> None:
+        """Holds the ledger against the device's memory, as long as the arena is not allocated."""
+        if self._arena is None:
+            self.ledger = self._account(arena.total_bytes)
+            self.ledger.check()
+
+    def _allocate(self, progress: Progress | None = None) -> None:
+        """Loads weights and takes arena, slots and masks, if that has not happened."""
         if self._arena is not None:
             return
-        mesh = self._spec.mesh
+        arena, mesh = self._bound_arena(), self._spec.mesh
+        self._prove(arena)
+        if self._weights is None:
+            self._weights = self._load_weights(progress)
         replicated = jax.sharding.NamedSharding(mesh, REPLICATED)
-        slots = abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated)
-        held = self._spec.model.device_nbytes(mesh)
-        self.ledger = MemoryLedger(
-            weights=held,
-            arena=arena.total_bytes,
-            slots=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots)),
-            largest_temporary=max(map(program_temporary_bytes, self._programs.values()), default=0),
-            limit=device_limit_bytes(self.device) + held,
-        )
-        self.ledger.check()
         self._arena = allocate(abstract_arena(arena, mesh))
-        self._slots = allocate(slots)
-        mask_words = -(-self.config.vocab_size // 32)
-        sizes = {bucket.sequences for bucket in self.config.buckets}
+        self._slots = allocate(abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated))
         self._masks = {
-            size: jax.device_put(np.zeros((size, mask_words), np.int32), replicated) for size in sorted(sizes)
+            rows: jax.device_put(np.zeros((rows, self._mask_words), np.int32), replicated) for rows in self._mask_rows
         }
+
+    @property
+    def _mask_words(self) -> int:
+        return -(-self.config.vocab_size // 32)
+
+    @property
+    def _mask_rows(self) -> list[int]:
+        """Sizes of the empty masks that plans without masks take."""
+        return sorted({bucket.sequences for bucket in self.config.buckets})
 
     def accept(self, plan: BatchPlan) -> None:
         """Refuses a plan that no program can run.
@@ -213,7 +238,7 @@ class ModelRunner:
         """
         if plan.bucket not in self.config.buckets:
             raise PlanRejected(f"bucket {plan.bucket} is not in the table")
-        expected = (plan.bucket.sequences, -(-self.config.vocab_size // 32))
+        expected = (plan.bucket.sequences, self._mask_words)
         if plan.allowed_masks is not None and plan.allowed_masks.shape != expected:
             raise PlanRejected(f"allowed_masks has shape {plan.allowed_masks.shape}, expected {expected}")
 
@@ -233,7 +258,7 @@ class ModelRunner:
         program = self._program(plan.bucket, plain=not int(plan.column("header")[2]) & SPECIAL)
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
-                self._slots = self._load_slot(*arguments)
+                self._slots = self._programs.load_slot()(self._slots, *arguments)
         masks = plan.allowed_masks if plan.allowed_masks is not None else self._masks[plan.bucket.sequences]
         self._arena, self._slots, output = program(self._weights, self._arena, self._slots, plan.buffer, masks)
         return output
@@ -244,8 +269,7 @@ class ModelRunner:
 
     def replace_arena(self, change: Callable[[jax.Array], jax.Array]) -> None:
         """Replaces the arena by what `change` makes of it, which should donate it: benchmarks fill it with noise."""
-        if self._arena is None:
-            self._allocate(self._bound_arena())
+        self._allocate()
         assert self._arena is not None
         self._arena = change(self._arena)
 
@@ -275,36 +299,21 @@ class ModelRunner:
 
     def observations(self) -> Mapping[str, float]:
         """Numbers for the metrics page."""
-        ledger = self.ledger
+        ledger, when_ready = self.ledger, self._programs_when_ready
+        late = 0 if when_ready is None else self._programs.count - when_ready
         return {
-            "executables": float(len(self._programs)),
-            "compile_seconds": self._compile_s,
-            "compilations_after_ready": float(self._compilations_after_ready),
+            "executables": float(len(self._programs.compiled)),
+            "compile_seconds": self._programs.seconds,
+            "compilations_after_ready": float(late),
             "weight_bytes": float(ledger.weights if ledger else self._spec.model.device_nbytes(self._spec.mesh)),
             "arena_bytes": float(ledger.arena if ledger else 0),
             "largest_temporary_bytes": float(ledger.largest_temporary if ledger else 0),
         }
 
     def _program(self, bucket: Bucket, plain: bool) -> jax.stages.Compiled:
-        key = bucket, plain and True in self._spec.variants
-        program = self._programs.get(key)
-        if program is None:
-            self._count_compilation()
-            started = time.perf_counter()
-            program = self._programs[key] = compile_step(self._spec, bucket, self._bound_arena(), plain=key[1])
-            self._compile_s += time.perf_counter() - started
-        if self._arena is None:
-            self._allocate(self._bound_arena())
+        program = self._programs.step(bucket, plain, self._bound_arena())
+        self._allocate()
         return program
-
-    def _load_slot(self, *arguments: np.ndarray) -> SlotTable:
-        if self._load_program is None:
-            self._count_compilation()
-            self._load_program = compile_load(self._spec)
-        return self._load_program(self._slots, *arguments)
-
-    def _count_compilation(self) -> None:
-        self._compilations_after_ready += self._ready
 
 
 def _wanted(plan: BatchPlan, output: StepOutput) -> list[jax.Array]:

@@ -91,13 +91,14 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         tp=args.tp,
         dummy=args.dummy,
     )
-    bar = ProgressBar("loading")
-    runner = load_runner(files, options, model=args.model, progress=bar.update)
-    bar.close(args.source)
+    runner = load_runner(files, options, model=args.model)
     engine = Engine(runner, prefix_cache=args.prefix_cache, overlap=not args.no_overlap)
     bar = ProgressBar("compiling")
-    runner.warm_up(bar.update)
+    runner.compile(bar.update)
     bar.close(f"{len(runner.config.buckets)} programs ready")
+    bar = ProgressBar("loading")
+    runner.warm_up(bar.update)
+    bar.close(args.source)
     recipe = _find_recipe(args.recipe, model_type, runner.tokenizer)
     return LoadedModel(_served_name(args.source), engine, runner.tokenizer, recipe)
 

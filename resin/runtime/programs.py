@@ -1,0 +1,86 @@
+"""The compiled programs of one runner: made ahead in parallel threads, or one by one when they are first needed."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import jax
+
+from resin.models.weights import Progress
+from resin.plan import ArenaSpec, Bucket
+from resin.runtime.executable import StepSpec, compile_load, compile_step
+from resin.runtime.ledger import program_temporary_bytes
+
+
+class Programs:
+    """Programs by bucket and variant. Compiled against shapes alone: weights and arena need not exist.
+
+    Attributes:
+        compiled: what exists so far, by bucket and whether plain.
+        seconds: spent compiling.
+    """
+
+    def __init__(self, spec: StepSpec, threads: int) -> None:
+        self.compiled: dict[tuple[Bucket, bool], jax.stages.Compiled] = {}
+        self.seconds = 0.0
+        self._spec = spec
+        self._threads = threads
+        self._load_slot: jax.stages.Compiled | None = None
+
+    def compile_all(self, arena: ArenaSpec, progress: Progress | None = None) -> None:
+        """Compiles what the bucket table still lacks.
+
+        Args:
+            arena: the pool that the programs will get.
+            progress: called after each program with its bucket, programs done and programs in all.
+        """
+        started = time.perf_counter()
+        wanted = [(bucket, plain) for bucket in self._spec.config.buckets for plain in self._spec.variants]
+        wanted = [key for key in wanted if key not in self.compiled]
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="resin-compile") as pool:
+            load = pool.submit(compile_load, self._spec) if self._load_slot is None else None
+            futures = {
+                pool.submit(compile_step, self._spec, bucket, arena, plain=plain): (bucket, plain)
+                for bucket, plain in wanted
+            }
+            try:
+                for done, future in enumerate(as_completed(futures), start=1):
+                    self.compiled[futures[future]] = future.result()
+                    if progress is not None:
+                        progress(str(futures[future][0]), done, len(wanted))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            if load is not None:
+                self._load_slot = load.result()
+        self.seconds += time.perf_counter() - started
+
+    def key(self, bucket: Bucket, plain: bool) -> tuple[Bucket, bool]:
+        """The program that runs a bucket's plans: where there is one variant, it runs them all."""
+        return bucket, plain and True in self._spec.variants
+
+    def step(self, bucket: Bucket, plain: bool, arena: ArenaSpec) -> jax.stages.Compiled:
+        """A bucket's program, compiled now if it does not exist."""
+        key = self.key(bucket, plain)
+        if key not in self.compiled:
+            started = time.perf_counter()
+            self.compiled[key] = compile_step(self._spec, bucket, arena, plain=key[1])
+            self.seconds += time.perf_counter() - started
+        return self.compiled[key]
+
+    def load_slot(self) -> jax.stages.Compiled:
+        """The program that fills a slot."""
+        if self._load_slot is None:
+            self._load_slot = compile_load(self._spec)
+        return self._load_slot
+
+    @property
+    def count(self) -> int:
+        """Programs that exist, the one that fills slots included."""
+        return len(self.compiled) + (self._load_slot is not None)
+
+    @property
+    def largest_temporary_bytes(self) -> int:
+        """The most that any of them needs beside its arguments."""
+        return max(map(program_temporary_bytes, self.compiled.values()), default=0)
