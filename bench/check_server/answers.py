@@ -1,0 +1,142 @@
+"""Answers of both endpoints, whole or streamed, in one shape that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.check_server.api import Stream
+from bench.check_server.outcome import require
+
+FINISH_REASONS = ("stop", "length", "tool_calls", "function_call", "content_filter")
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call; `arguments` is JSON text."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a choice says.
+
+    Attributes:
+        pieces: arrival in seconds and text (or reasoning) of each streamed piece that is not empty.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    usage: Mapping[str, Any] | None = None
+    pieces: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first piece.
+
+        Raises:
+            Failed: the stream brought no text.
+        """
+        require(self.pieces, "the stream ended without any text")
+        return self.pieces[0][0]
+
+    @property
+    def said(self) -> tuple[str, str, str | None]:
+        """What a repetition must have in common."""
+        return self.reasoning, self.text, self.finish_reason
+
+
+def read_chat(body: Mapping[str, Any]) -> Answer:
+    """The first choice of a chat completion.
+
+    Raises:
+        Failed: the body is not one.
+    """
+    require(body.get("object") == "chat.completion", f"object is {body.get('object')!r}, not 'chat.completion'")
+    choice = body["choices"][0]
+    message = choice["message"]
+    require(message.get("role") == "assistant", f"the message's role is {message.get('role')!r}")
+    calls = [
+        Call(call.get("id", ""), call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or []
+    ]
+    text, reasoning = message.get("content") or "", _reasoning(message)
+    return _checked(Answer(text, reasoning, choice["finish_reason"], calls, body.get("usage")))
+
+
+def read_completion(body: Mapping[str, Any]) -> Answer:
+    """The first choice of a text completion.
+
+    Raises:
+        Failed: the body is not one.
+    """
+    require(body.get("object") == "text_completion", f"object is {body.get('object')!r}, not 'text_completion'")
+    choice = body["choices"][0]
+    return _checked(Answer(choice["text"], "", choice["finish_reason"], usage=body.get("usage")))
+
+
+def read_chat_stream(stream: Stream) -> Answer:
+    """The first choice of a streamed chat completion.
+
+    Raises:
+        Failed: an error in it, or no proper end.
+    """
+    answer = Answer()
+    for at_s, event in stream.ok().events:
+        answer.usage = event.get("usage") or answer.usage
+        for choice in event.get("choices") or []:
+            if choice["index"] != 0:
+                continue
+            delta = choice["delta"]
+            text, reasoning = delta.get("content") or "", _reasoning(delta)
+            answer.text += text
+            answer.reasoning += reasoning
+            for part in delta.get("tool_calls") or []:
+                _add_call(answer.calls, part)
+            if text or reasoning:
+                answer.pieces.append((at_s, text or reasoning))
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    return _checked(answer)
+
+
+def read_completion_stream(stream: Stream) -> Answer:
+    """The first choice of a streamed text completion.
+
+    Raises:
+        Failed: an error in it, or no proper end.
+    """
+    answer = Answer()
+    for at_s, event in stream.ok().events:
+        answer.usage = event.get("usage") or answer.usage
+        for choice in event.get("choices") or []:
+            if choice["index"] == 0:
+                answer.text += choice["text"]
+                if choice["text"]:
+                    answer.pieces.append((at_s, choice["text"]))
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    return _checked(answer)
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    return message.get("reasoning_content") or message.get("reasoning") or ""
+
+
+def _add_call(calls: list[Call], part: Mapping[str, Any]) -> None:
+    while len(calls) <= part["index"]:
+        calls.append(Call())
+    call, function = calls[part["index"]], part.get("function") or {}
+    call.id = part.get("id") or call.id
+    call.name += function.get("name") or ""
+    call.arguments += function.get("arguments") or ""
+
+
+def _checked(answer: Answer) -> Answer:
+    require(isinstance(answer.text, str), f"the text is a {type(answer.text).__name__}")
+    require(answer.finish_reason in FINISH_REASONS, f"finish_reason is {answer.finish_reason!r}")
+    return answer
