@@ -55,6 +55,9 @@ class RowFlag(enum.IntFlag):
     """top_k, top_p or min_p cut the distribution."""
 
 
+_LOGPROBS = int(RowFlag.LOGPROBS)  # arithmetic with the flag itself is slow
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroupPlan:
     """One cache group's page rows and append destinations; which fields are set depends on the kind of group.
@@ -202,7 +205,7 @@ class BatchPlan:
     @property
     def wants_logprobs(self) -> bool:
         """True if a row asks for the logprobs of its sampled token."""
-        return bool(int(self.buffer[2]) & RowFlag.LOGPROBS)
+        return bool(self.buffer[2] & _LOGPROBS)
 
 
 def build_plan(

@@ -35,7 +35,7 @@ class Bucket:
         return (
             sequences <= self.sequences
             and tokens <= self.tokens
-            and all(need <= room for need, room in zip(row_pages, self.row_pages, strict=True))
+            and all([need <= room for need, room in zip(row_pages, self.row_pages, strict=True)])
         )
 
     def __str__(self) -> str:

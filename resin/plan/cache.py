@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resin.plan.errors import InvalidRequest
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4}
+FP8_DTYPE = "float8_e4m3fn"
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, FP8_DTYPE: 1, "uint8": 1, "int32": 4}
 
 # Page geometry is chosen for a sequence of this length (the median Mooncake conversation is 6.9k tokens, a chat 1k).
 REFERENCE_CONTEXT_TOKENS = 4096
@@ -28,12 +29,14 @@ class Plane:
         rows: vectors an entry, usually layers * 2 * kv_heads.
         width: values a vector, usually head_dim.
         dtype: dtype of the values; None takes the arena's. A wider or narrower one is bitcast on gathered rows.
+        scale: 8-bit floats are stored as value / scale.
     """
 
     name: str
     rows: int
     width: int
     dtype: str | None = None
+    scale: float = 1.0
 
     def bytes_per_entry(self, arena_dtype: str) -> int:
         return self.rows * self.vector_bytes(arena_dtype)
@@ -150,6 +153,43 @@ def plan_geometry(groups: Sequence[CacheGroup], *, arena_dtype: str, page_tokens
     return best[2]
 
 
+def with_kv_dtype(
+    groups: Sequence[CacheGroup], dtype: str, *, scale: float, arena_dtype: str
+) -> tuple[CacheGroup, ...]:
+    """The groups with the planes of History and Window groups in another dtype; planes that declare one keep it.
+
+    Args:
+        dtype: an 8-bit float.
+        scale: values are stored as value / scale.
+        arena_dtype: dtype of the arena's elements, of which a vector must fill a whole number.
+
+    Raises:
+        InvalidRequest: a vector does not.
+    """
+
+    def change(group: CacheGroup) -> CacheGroup:
+        if isinstance(group, StateGroup):
+            return group
+        planes = [
+            plane if plane.dtype is not None else replace(plane, dtype=dtype, scale=scale) for plane in group.planes
+        ]
+        for plane in planes:
+            if plane.vector_bytes(arena_dtype) % ITEMSIZE[arena_dtype]:
+                raise InvalidRequest(
+                    f"{group.name}.{plane.name}.width",
+                    plane.width,
+                    f"{dtype} vectors of whole {arena_dtype} elements of the arena",
+                )
+        return replace(group, planes=tuple(planes))
+
+    return tuple(map(change, groups))
+
+
+def fp8_scales(groups: Sequence[CacheGroup]) -> dict[str, float]:
+    """The scale of each group that keeps 8-bit floats, by its name."""
+    return {group.name: plane.scale for group in groups for plane in group.planes if plane.dtype == FP8_DTYPE}
+
+
 def entry_bytes(group: CacheGroup, arena_dtype: str) -> int:
     """Bytes of one entry (for a State: of the whole state)."""
     return sum(plane.bytes_per_entry(arena_dtype) for plane in group.planes)
@@ -173,6 +213,8 @@ def _check_group(group: CacheGroup, arena_dtype: str) -> None:
             raise InvalidRequest(
                 f"{group.name}.{plane.name}", (plane.rows, plane.width), "rows and width of at least 1"
             )
+        if not 0 < plane.scale < math.inf:
+            raise InvalidRequest(f"{group.name}.{plane.name}.scale", plane.scale, "a finite number above 0")
         if plane.dtype is not None and plane.dtype not in ITEMSIZE:
             raise InvalidRequest(f"{group.name}.{plane.name}.dtype", plane.dtype, f"one of {sorted(ITEMSIZE)}")
     if not isinstance(group, StateGroup) and group.tokens_per_entry < 1:

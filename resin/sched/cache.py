@@ -240,11 +240,11 @@ class CacheManager:
 
         Args:
             rows: for each paged group the rows that grow.
-            committed: tokens of each of them without plans in flight, for cycling.
+            committed: for each Window group the tokens of those rows without plans in flight, for cycling.
             seals: leases whose states are checkpoints from now on, with the position.
         """
-        for index in self._windows:
-            self.pool.release(self._cycle(index, rows[index], committed[index]))
+        for index, positions in zip(self._windows, committed, strict=True):
+            self.pool.release(self._cycle(index, rows[index], positions))
         states = sum(self.state_pages)
         count = sum(map(len, rows)) + len(seals) * states
         if not count:

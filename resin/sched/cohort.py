@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,10 +36,9 @@ class Cohort:
 
     def __init__(self, requests: list[Request], table: SlotTable) -> None:
         count = len(requests)
-        ordered = sorted(requests, key=lambda request: request.slot)
+        ordered = sorted(requests, key=attrgetter("slot"))
         self.requests = tuple(ordered)
-        self.index = {request.slot: i for i, request in enumerate(ordered)}
-        self.slots = slots = np.fromiter((request.slot for request in ordered), np.int32, count)
+        self.slots = slots = np.array([request.slot for request in ordered], np.int32)
         # Slots without a gap are addressed as a slice: several times faster than an index array.
         gapless = count > 0 and int(slots[-1]) - int(slots[0]) == count - 1
         self.rows: slice | np.ndarray = slice(int(slots[0]), int(slots[-1]) + 1) if gapless else slots
@@ -64,12 +65,19 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """Row of each slot."""
+        return {slot: i for i, slot in enumerate(self.slots.tolist())}
+
     def position(self, i: int) -> int:
         """Place in its sequence of the token that row i computes next."""
         return self.starts[i] + self.steps
 
     def starting(self, span_tokens: int) -> list[int]:
         """Rows whose next position is a multiple of `span_tokens`."""
+        if not self.steps:  # a cohort of one plan needs no more
+            return [i for i, start in enumerate(self.starts) if not start % span_tokens]
         phases = self._phases.get(span_tokens)
         if phases is None:
             phases = self._phases[span_tokens] = [_NONE] * span_tokens

@@ -127,21 +127,20 @@ def check_output(
         raise BadOutput(f"token_indptr has shape {indptr.shape}: expected ({plan.num_sequences + 1},)")
     if tokens.size and tokens.dtype.kind not in "iu":
         raise BadOutput(f"token_ids are {tokens.dtype}: expected integers")
-    if tokens.ndim != 1 or indptr[0] != 0 or int(indptr[-1]) != tokens.size:
+    if tokens.ndim != 1 or indptr[0] != 0 or indptr[-1] != tokens.size:
         raise BadOutput(f"token_indptr spans {indptr[0]} to {indptr[-1]}: expected 0 to {tokens.size} token_ids")
     if emits is None:
         one_each = np.arange(plan.num_sequences + 1)
-        rows, chosen, fits = one_each[:-1], tokens, bool((indptr == one_each).all())
+        rows, chosen, misfits = one_each[:-1], tokens, indptr != one_each
     else:
         lengths = np.diff(indptr.astype(np.int64, copy=False))
-        fits = bool(((lengths >= 0) & ((lengths == 1) | ~emits)).all())
-        rows = indptr[:-1][emits]
-        chosen = tokens[rows] if fits else tokens
-    if not fits:
+        rows, misfits = indptr[:-1][emits], np.where(emits, lengths != 1, lengths < 0)
+        chosen = tokens if misfits.any() else tokens[rows]
+    if np.count_nonzero(misfits):
         raise BadOutput("token_indptr gives an emitting row other than one token")
     top = vocab_size or 1 << 31
     # Negative ids are the largest of all as unsigned numbers.
-    if chosen.size and int(chosen.view(f"u{chosen.itemsize}").max()) >= top:
+    if chosen.size and np.maximum.reduce(chosen.view(f"u{chosen.itemsize}")) >= top:
         raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
     return chosen.astype(np.int32, copy=False), rows
 
@@ -164,8 +163,7 @@ def _find_ends(table: SlotTable, committed: Committed, stop_ids: np.ndarray, *, 
     """Notes the requests that ended with their new token: a stop token, or the last one that they may have."""
     slots, tokens = committed.slots, committed.token_ids
     stops = stop_ids == tokens  # [k, R]
-    some_stop = bool(stops.any())
-    if not (some_stop or limits):
+    if not (limits or np.count_nonzero(stops)):
         return
     stopped = stops.any(axis=0)
     ended = stopped | (table.outputs[slots] >= table.max_outputs[slots])

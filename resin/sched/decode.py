@@ -54,15 +54,22 @@ class DecodeColumns:
         for spec, fill in specs:
             name = spec.name
             if isinstance(spec, StateGroup):
-                columns = at[f"input_pages:{name}"], at[f"output_pages:{name}"]
-                self.states.append(_StateColumns(*columns, fill.pages_per_state))
+                places = at[f"input_pages:{name}"], at[f"output_pages:{name}"]
+                self.states.append(_StateColumns(*places, fill.pages_per_state))
                 continue
             ids = layout.by_name[f"page_ids:{name}"]
-            fields = ("page_indptr", "first_position", "append_pages", "append_offsets")
-            offsets = [at[f"{field}:{name}"] for field in fields]
-            stop = ids.offset + ids.length
-            entries = spec.tokens_per_entry, fill.page_entries
-            self.paged.append(_PagedColumns(next(remaining), *entries, *offsets, ids.offset, stop))
+            columns = _PagedColumns(
+                group=next(remaining),
+                tokens_per_entry=spec.tokens_per_entry,
+                page_entries=fill.page_entries,
+                indptr=at[f"page_indptr:{name}"],
+                first_position=at[f"first_position:{name}"],
+                append_pages=at[f"append_pages:{name}"],
+                append_offsets=at[f"append_offsets:{name}"],
+                ids=ids.offset,
+                ids_stop=ids.offset + ids.length,
+            )
+            self.paged.append(columns)
         self.head_stop = min((group.ids for group in self.paged), default=layout.words)
 
 
@@ -75,6 +82,7 @@ class DecodeImage:
 
     def __init__(self, bucket: Bucket, columns: DecodeColumns, cohort: Cohort, table: SlotTable) -> None:
         self.bucket = bucket
+        self.layout = columns.layout
         self.totals = [0] * len(columns.paged)
         self._columns = columns
         self._cohort = cohort
@@ -141,17 +149,18 @@ class DecodeImage:
     def _first_rows(self, buffer: np.ndarray, index: int, group: _PagedColumns) -> None:
         cohort, count = self._cohort, len(self._cohort)
         rows = [lease.rows[index] for lease in cohort.leases]
-        windowed = group.group.window_tokens
-        firsts = [self._first_page(index, group, i) if windowed else row.first for i, row in enumerate(rows)]
-        views = [row.view(first) for row, first in zip(rows, firsts, strict=True)]
-        indptr = buffer[group.indptr : group.indptr + self.bucket.sequences + 1]
-        np.cumsum([len(view) for view in views], out=indptr[1 : count + 1])
-        total = self.totals[index] = int(indptr[count])
-        indptr[count + 1 :] = total
-        np.concatenate(views, out=buffer[group.ids : group.ids + total])
-        if windowed:
+        if group.group.window_tokens:
+            firsts = [self._first_page(index, group, i) for i in range(count)]
+            views = [row.view(first) for row, first in zip(rows, firsts, strict=True)]
             buffer[group.first_position : group.first_position + count] = np.multiply(firsts, group.group.span_tokens)
-        buffer[group.append_pages : group.append_pages + count] = [row.last_page for row in rows]
+        else:
+            views = [row.view() for row in rows]
+        ends = np.add.accumulate([len(view) for view in views])
+        total = self.totals[index] = int(ends[-1])
+        buffer[group.indptr + 1 : group.indptr + 1 + count] = ends
+        buffer[group.indptr + 1 + count : group.indptr + 1 + self.bucket.sequences] = total
+        np.concatenate(views, out=buffer[group.ids : group.ids + total])
+        buffer[group.append_pages : group.append_pages + count] = buffer[ends + (group.ids - 1)]
 
     # -- later plans --------------------------------------------------------------------------------------------
 
@@ -181,8 +190,9 @@ class DecodeImage:
         """Page ids with the changed rows (rising) replaced, and what follows from their new lengths."""
         cohort, windowed, ids = self._cohort, group.group.window_tokens, group.ids
         indptr, append_pages = group.indptr, group.append_pages
+        indptr_stop = indptr + self.bucket.sequences + 1
         read = write = ids
-        shifts = []
+        shift = 0  # of the row ends behind the rows done so far
         for i in changed:
             row = cohort.leases[i].rows[index]
             first = self._first_page(index, group, i) if windowed else row.first
@@ -194,7 +204,9 @@ class DecodeImage:
             buffer[write : write + len(pages)] = pages
             write += len(pages)
             read = stop
-            shifts.append(write - read)
+            if write - read != shift:
+                buffer[indptr + i + 1 : indptr_stop] += write - read - shift
+                shift = write - read
             buffer[append_pages + i] = pages[-1]
             if windowed:
                 buffer[group.first_position + i] = first * group.group.span_tokens
@@ -202,20 +214,7 @@ class DecodeImage:
         buffer[write : write + stop - read] = latest[read:stop]
         write += stop - read
         buffer[write : group.ids_stop] = 0
-        if any(shifts):
-            self.totals[index] = write - ids
-            self._shift_indptr(buffer, group, changed, shifts)
-
-    def _shift_indptr(self, buffer: np.ndarray, group: _PagedColumns, changed: list[int], shifts: list[int]) -> None:
-        """Moves each row's end by the shift of the nearest changed row at or before it."""
-        steps = np.zeros(self.bucket.sequences + 1, np.int32)
-        before = 0
-        for i, shift in zip(changed, shifts, strict=True):
-            steps[i + 1] = shift - before
-            before = shift
-        np.cumsum(steps, out=steps)
-        indptr = buffer[group.indptr : group.indptr + self.bucket.sequences + 1]
-        indptr += steps
+        self.totals[index] = write - ids
 
     def _first_page(self, index: int, group: _PagedColumns, i: int) -> int:
         """Logical index of the first page that the row's next token sees; the row may hold older ones for a while."""
@@ -252,7 +251,7 @@ class DecodeImage:
         cohort, table, columns = self._cohort, self._table, self._columns
         # A plan in flight before the cohort's second one is the cohort's own: its rows are all pending or none is.
         if self._from_slot is not None and not cohort.has_minimum:
-            from_slot = bool(table.pending[cohort.slots[0]])
+            from_slot = bool(table.pending[cohort.requests[0].slot])
             if from_slot and self._from_slot:
                 return
         count = len(cohort)

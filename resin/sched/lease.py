@@ -38,7 +38,8 @@ class PageRow:
 
     def view(self, first: int = 0) -> np.ndarray:
         """int32 view of the pages from logical index `first` on; valid until the row next grows."""
-        return self._buffer[self._start + max(first - self.first, 0) : self._stop]
+        skipped = first - self.first
+        return self._buffer[self._start + skipped if skipped > 0 else self._start : self._stop]
 
     def at(self, logical: int) -> int:
         """The page that holds logical index `logical`."""

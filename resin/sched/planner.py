@@ -64,8 +64,9 @@ class Planner:
         image = cohort.image
         if image is None or image.bucket is not bucket:
             image = cohort.image = DecodeImage(bucket, self._decode_columns(bucket), cohort, self._table)
-        buffer = image.write_next(growing, self._scratch_slot)
-        return self._build(step, bucket, buffer, len(cohort), len(cohort), masks=masks, ids=cohort.ids)
+        buffer, count = image.write_next(growing, self._scratch_slot), len(cohort)
+        buffer.flags.writeable = False
+        return BatchPlan(step, bucket, count, count, buffer, image.layout, self._specs, (), masks, cohort.ids)
 
     def _decode_columns(self, bucket: Bucket) -> DecodeColumns:
         columns = self._columns.get(bucket)
@@ -124,7 +125,8 @@ class Planner:
             self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load
         )
         ids = tuple(chunk.request.id for chunk in chunks)
-        return self._build(step, bucket, buffer, count, tokens, loads=loads, masks=masks, ids=ids)
+        buffer.flags.writeable = False
+        return BatchPlan(step, bucket, count, tokens, buffer, layout, self._specs, loads, masks, ids)
 
     def _fill_prefill_pages(self, columns: dict[str, np.ndarray], chunks: list[Chunk], indptr: np.ndarray) -> None:
         leases = [chunk.request.lease for chunk in chunks]
@@ -196,22 +198,6 @@ class Planner:
             if not self._config.buckets:
                 self._layouts.clear()  # exact-size plans: every shape may be new
         return layout
-
-    def _build(
-        self,
-        step: int,
-        bucket: Bucket,
-        buffer: np.ndarray,
-        sequences: int,
-        tokens: int,
-        *,
-        masks: np.ndarray | None,
-        ids: tuple[int, ...],
-        loads: tuple[SlotLoad, ...] = (),
-    ) -> BatchPlan:
-        buffer.flags.writeable = False
-        layout = self._layout(bucket)
-        return BatchPlan(step, bucket, sequences, tokens, buffer, layout, self._specs, loads, masks, ids)
 
 
 def _next_token(chunk: Chunk) -> int:

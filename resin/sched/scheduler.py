@@ -165,7 +165,7 @@ class Scheduler:
         table, slots = self.table, planned.slots
         if planned.cohort is not None:
             self.prefill_streak = 0
-            table.counts[:, slots] += ACCEPTED
+            table.counts[ACCEPTED, slots] += 1
             planned.cohort.steps += 1
             planned.cohort.steps_left -= 1
             if len(planned.cohort) < len(self.decoding):
@@ -232,14 +232,16 @@ class Scheduler:
         return promised
 
     def _decode_waits(self) -> bool:
-        return any(self._can_decode(request) for request in self.decoding)
+        return bool(self._decodable())
 
-    def _can_decode(self, request: Request) -> bool:
-        """False while plans in flight may end the request, or when its next mask needs a token still in flight."""
-        table, slot = self.table, request.slot
-        if table.outputs[slot] + table.pending[slot] >= table.max_outputs[slot]:
-            return False
-        return not (table.constrained[slot] and table.pending[slot])
+    def _decodable(self) -> list[Request]:
+        """Rows that can decode: no plan in flight may end them, and no mask waits for a token still in flight."""
+        table, slots = self.table, np.array([request.slot for request in self.decoding], np.int32)
+        stays = table.outputs[slots] + table.pending[slots] >= table.max_outputs[slots]
+        stays |= table.constrained[slots] & (table.pending[slots] > 0)
+        if not stays.any():
+            return self.decoding
+        return [request for request, stay in zip(self.decoding, stays.tolist(), strict=True) if not stay]
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
@@ -315,11 +317,13 @@ class Scheduler:
             cohort = self._current_cohort()
             if cohort is None:
                 return None
-            growing = [cohort.starting(group.span_tokens) for group in self.cache.paged]
+            growing = self._growing(cohort)
             bucket = self._decode_bucket(cohort, growing)
-            if bucket is None:  # rows grew past the largest bucket: decode fewer of them
-                self._cohort = None
-                continue
+            if bucket is None:  # decode as many rows as a bucket holds, the others next time
+                cohort = self._cohort = Cohort(self._rows_that_fit(list(cohort.requests)), self.table)
+                growing = self._growing(cohort)
+                bucket = self._decode_bucket(cohort, growing)
+                assert bucket is not None, "every request was let in because it fits alone"
             sealing = cohort.starting(self.cache.checkpoint_tokens) if self.cache.seals_states else []
             reservation = Reservation()
             if self._extend_rows(cohort, growing, sealing, reservation):
@@ -337,15 +341,22 @@ class Scheduler:
         cohort.dirty.update(sealing)  # the plan after this one reads their states where this one writes them
         return PlannedStep(plan, reservation, cohort.rows, cohort.requests, None, cohort)
 
+    def _growing(self, cohort: Cohort) -> list[list[int]]:
+        """For each paged group the rows whose next token starts a page."""
+        return [cohort.starting(group.span_tokens) for group in self.cache.paged]
+
     def _extend_rows(
         self, cohort: Cohort, growing: list[list[int]], sealing: list[int], reservation: Reservation
     ) -> bool:
         """Reserves room for one more token of every row; all or nothing."""
-        leases, committed = cohort.leases, self.table.committed
+        leases = cohort.leases
         rows = [[leases[i].rows[index] for i in indices] for index, indices in enumerate(growing)]
-        positions = [committed[cohort.slots[indices]].tolist() if indices else [] for indices in growing]
         seals = [(leases[i], cohort.position(i)) for i in sealing]
-        return self.cache.try_extend_rows(rows, positions, seals, reservation)
+        committed: list[list[int]] = []  # for each Window group
+        for group, indices in zip(self.cache.paged, growing, strict=True):
+            if group.window_tokens:
+                committed.append(self.table.committed[cohort.slots[indices]].tolist())
+        return self.cache.try_extend_rows(rows, committed, seals, reservation)
 
     def _decode_masks(self, cohort: Cohort, bucket: Bucket) -> np.ndarray | None:
         rows = [request if request.params.allowed_tokens else None for request in cohort.requests]
@@ -357,13 +368,8 @@ class Scheduler:
         if cohort is not None and cohort.steps_left > 0 and len(cohort) == len(self.decoding):
             if not cohort.constrained:
                 return cohort
-        rows = [request for request in self.decoding if self._can_decode(request)]
-        if not rows:
-            return None
-        cohort = Cohort(rows, self.table)
-        if self._decode_bucket(cohort, [cohort.starting(group.span_tokens) for group in self.cache.paged]) is None:
-            cohort = Cohort(self._rows_that_fit(rows), self.table)
-        self._cohort = cohort
+        rows = self._decodable()
+        cohort = self._cohort = Cohort(rows, self.table) if rows else None
         return cohort
 
     def _rows_that_fit(self, rows: list[Request]) -> list[Request]:
@@ -397,8 +403,11 @@ class Scheduler:
         totals = []
         for index, group in enumerate(self.cache.paged):
             rows = [lease.rows[index] for lease in cohort.leases]
-            firsts = [max(row.first, group.first_needed(cohort.position(i))) for i, row in enumerate(rows)]
-            totals.append(sum([row.end for row in rows]) - sum(firsts))
+            total = sum(map(len, rows))
+            if group.window_tokens:
+                needed = [group.first_needed(cohort.position(i)) for i in range(len(rows))]
+                total -= sum([max(first - row.first, 0) for first, row in zip(needed, rows, strict=True)])
+            totals.append(total)
         return totals
 
     # -- memory pressure ----------------------------------------------------------------------------------------

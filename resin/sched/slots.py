@@ -11,9 +11,9 @@ from resin.plan.layout import SEQUENCE_FLOATS
 from resin.plan.sampling import MAX_STOP_TOKENS
 from resin.sched.request import Request
 
-# What one decode step adds to a slot's counts when its plan is accepted and when it is committed.
+# What one decode step does to a slot's counts when its plan is accepted and when it is committed.
 #                      computed, pending, in_flight, committed, known, outputs
-ACCEPTED = np.array([[1], [1], [1], [0], [0], [0]], np.int32)
+ACCEPTED = slice(0, 3)  # each of these rises by one
 COMMITTED = np.array([[0], [-1], [-1], [1], [1], [1]], np.int32)
 DISCARDED = np.array([[0], [-1], [-1], [1], [0], [0]], np.int32)
 
