@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class Api:
     async def post(self, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None) -> Reply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"Content-Type": "application/json", **(headers or {})}
-        async with self.session.post(self.url + path, data=data, headers=sent) as response:
+        async with self.session.post(self.url + path, data=io.BytesIO(data), headers=sent) as response:
             return await _read(response)
 
     async def stream(self, path: str, body: dict[str, Any]) -> Stream:

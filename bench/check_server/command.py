@@ -49,7 +49,7 @@ def all_checks(args: argparse.Namespace) -> list[Check]:
         Check("errors", "unknown path", errors.check_unknown_path),
         Check("errors", "API key", errors.check_api_key),
         Check("errors", "malformed bodies", errors.check_malformed_bodies),
-        Check("errors", "prompt too long", correctness.check_long_prompt),
+        Check("errors", "prompt too long", errors.check_long_prompt),
         Check("streaming", "equals whole answer", streaming.check_stream_equals_whole),
         Check("streaming", "completions", streaming.check_completion_stream),
         Check("streaming", "form", streaming.check_stream_form),
@@ -129,8 +129,8 @@ async def _run(args: argparse.Namespace) -> int:
     return int(any(result.status is Status.FAIL for result in results))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the checks; 1 if one failed, 2 if there was nothing to check."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m bench check-server", description="Checks any server that speaks OpenAI's API."
     )
@@ -158,6 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="prompts to time; default 100,400,1600",
     )
     parser.add_argument("--timeout-s", type=float, default=120.0, help="longest silence of the server")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the checks; 1 if one failed, 2 if there was nothing to check."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     if min(args.limit, args.concurrency, args.timeout_s, *args.context_sizes) <= 0:
         parser.error("--limit, --concurrency, --timeout-s and --context-sizes: more than 0")

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.check_server.answers import Answer, read_chat, read_completion
 from bench.check_server.api import COMPLETIONS, Api
-from bench.check_server.outcome import Failed, Figures, Skipped, require
+from bench.check_server.outcome import Figures, Skipped, require
 from bench.check_server.prompts import COUNT, STORY, stop_string_of
 
 
@@ -148,13 +148,3 @@ async def check_logprobs(api: Api, figures: Figures) -> None:
     if not text.isascii():
         raise Skipped("the answer is not ASCII: tokens need not be whole characters")
     require(text.strip() in spelled.decode(errors="replace"), f"the tokens spell {spelled!r}, the answer is {text!r}")
-
-
-async def check_long_prompt(api: Api, figures: Figures) -> None:
-    """A prompt beyond every context is refused with an error, not cut in silence and not with a crash."""
-    reply = await api.chat("word " * 400_000, max_tokens=1)
-    figures["status"] = reply.status
-    if reply.status == 200:
-        raise Skipped("the server took a prompt of 400,000 words")
-    if not 400 <= reply.status < 500:
-        raise Failed(f"status {reply.status} for a prompt of 400,000 words: {reply.excerpt}")

@@ -57,6 +57,16 @@ async def check_api_key(api: Api, figures: Figures) -> None:
     judge_error(reply, "a wrong key")
 
 
+async def check_long_prompt(api: Api, figures: Figures) -> None:
+    """A prompt beyond every context is refused with an error, not cut in silence and not with a crash."""
+    reply = await api.chat("word " * 250_000, max_tokens=1)
+    figures["status"] = reply.status
+    if reply.status == 200:
+        raise Skipped("the server took a prompt of 250,000 words")
+    if not 400 <= reply.status < 500:
+        raise Failed(f"status {reply.status} for a prompt of 250,000 words: {reply.excerpt}")
+
+
 async def check_malformed_bodies(api: Api, figures: Figures) -> None:
     """Wrong values in every field never make a 5xx."""
     counts: dict[str, int] = {}

@@ -63,9 +63,13 @@ def read_items(path: Path, limit: int) -> list[Item]:
             choices = tuple(row["endings"] if "endings" in row else row["choices"])
             item = Item(str(row.get("id", number)), context, question, choices, int(row["answer"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest("eval_file", f"{path}:{number}", f"a multiple-choice question ({error!r})") from None
+            raise InvalidRequest(
+                "eval_file", f"line {number} of {path.name}", f"a multiple-choice question ({error!r})"
+            ) from None
         if not 2 <= len(item.choices) <= len(LETTERS) or not 0 <= item.answer < len(item.choices):
-            raise InvalidRequest("eval_file", f"{path}:{number}", "2 to 26 choices, and an answer among them")
+            raise InvalidRequest(
+                "eval_file", f"line {number} of {path.name}", "2 to 26 choices, and an answer among them"
+            )
         items.append(item)
     return items
 
