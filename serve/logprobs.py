@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,11 +33,13 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """`choices[].logprobs` of Completions; `first_offset` is where the first token stands in the text."""
     tokens = [token_text(token_id, tokenizer) for token_id in token_ids]
+    # Tokens that share a character have that character's offset.
+    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
     offsets = []
     offset = first_offset
     for token_id in token_ids:
         offsets.append(offset)
-        offset += len(_bytes_of(token_id, tokenizer).decode(errors="replace"))
+        offset += len(characters.decode(_bytes_of(token_id, tokenizer)))
     return {
         "tokens": tokens,
         "token_logprobs": [None if value is None else max(value, LOWEST_LOGPROB) for value in logprobs],

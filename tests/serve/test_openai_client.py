@@ -6,7 +6,10 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from serve.logprobs import completion_logprobs
 from tests.serve.conftest import WORDS
 from tests.serve.scripted_runner import CHOSEN_LOGPROB, OTHER_LOGPROB, PROMPT_LOGPROB, TOKENIZER
 
@@ -165,6 +168,15 @@ def test_completion_of_token_ids_with_echo_and_prompt_logprobs(client: openai.Op
     assert logprobs.token_logprobs[0] is None
     assert logprobs.token_logprobs[1:] == pytest.approx(expected[1:])
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[-1] == {"e": pytest.approx(CHOSEN_LOGPROB)}
+
+
+@given(text=st.text(alphabet="aé😀東½ ", min_size=1, max_size=8))
+def test_text_offsets_say_where_each_token_begins(text: str) -> None:
+    """Whatever characters are spread over several tokens: an offset is that of the character a token begins in."""
+    ids = TOKENIZER.encode(text)
+    offsets = completion_logprobs(ids, [0.0] * len(ids), [None] * len(ids), TOKENIZER, first_offset=7)["text_offset"]
+    before = [b"".join(map(TOKENIZER.id_to_bytes, ids[:place])) for place in range(len(ids))]
+    assert offsets == [7 + len(data.decode(errors="ignore")) for data in before]
 
 
 def test_completion_that_only_scores_its_prompt(client: openai.OpenAI) -> None:
