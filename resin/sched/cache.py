@@ -61,7 +61,7 @@ class CacheManager:
         self.unit_tokens = min((group.span_tokens for group in self.paged), default=geometry.align_tokens)
         self.prefix_cache = prefix_cache and bool(pairs)
         self.pool = PagePool(num_pages)
-        self.trie = PrefixTrie(self.pool.is_leased, self.pool.withdraw)
+        self.trie = PrefixTrie(self.pool.is_leased, self.pool.withdraw, 4 * self.unit_tokens)
         self.seen = SeenPages()
         self.evictions = 0
         self._history = [i for i, (group, _) in enumerate(self._kinds(pairs)) if isinstance(group, HistoryGroup)]
@@ -113,10 +113,12 @@ class CacheManager:
             path = self.trie.walk(request.cache_salt, raw, 4 * self.align_tokens, limit)
         depth, losses = self._resumable_depth(path)
         lease = self._lease_path(request.cache_salt, path[:depth])
-        lease.fingerprints = SeenPages.chain(hash(request.cache_salt), raw, 4 * self.unit_tokens)
         if request.prefix_audit is None:
-            usable = lease.fingerprints[: (len(tokens) - 1) // self.unit_tokens]
-            ceiling = max(self.seen.count_leading(usable) * self.unit_tokens, len(path) * self.align_tokens)
+            assert lease.node is not None
+            hit, unit = lease.published_tokens, self.unit_tokens
+            rest = raw[4 * hit : 4 * ((len(tokens) - 1) // unit * unit)]
+            seen = self.seen.count_leading(lease.node.fingerprints[-1], rest, 4 * unit)
+            ceiling = max(hit + seen * unit, len(path) * self.align_tokens)
             request.prefix_audit = self._audit(request, len(path), depth, losses, ceiling)
         return lease
 
@@ -352,9 +354,9 @@ class CacheManager:
             else:
                 replaced |= self._share_existing(child, lease, start)
             self._attach_resume(child, lease, start + span, computed)
+            self.seen.add(child.fingerprints)
             node = child
         lease.node, lease.published_tokens = node, last
-        self._log_seen(request, lease, first, last)
         return replaced
 
     def _rebuild_path(self, request: Request, position: int) -> PrefixNode:
@@ -425,14 +427,6 @@ class CacheManager:
             return None
         pages = [row.at(logical) for logical in range(first, end // group.span_tokens)]
         return pages if all(self.pool.is_writable(page) for page in pages) else None
-
-    def _log_seen(self, request: Request, lease: CacheLease, first: int, last: int) -> None:
-        known, unit = lease.fingerprints, self.unit_tokens
-        done = len(known) * unit
-        if last > done:
-            start = known[-1] if known else hash(request.cache_salt)
-            known.extend(SeenPages.chain(start, request.token_slice(done, last).tobytes(), 4 * unit))
-        self.seen.add(known[first // unit : last // unit])
 
     # -- tests --------------------------------------------------------------------------------------------------
 

@@ -102,14 +102,13 @@ class StateRing:
 class CacheLease:
     """All pages of one running request, and how far the trie knows its tokens."""
 
-    __slots__ = ("fingerprints", "node", "published_tokens", "rows", "states")
+    __slots__ = ("node", "published_tokens", "rows", "states")
 
     def __init__(self, rows: list[PageRow], states: list[StateRing], node: PrefixNode | None, published_tokens: int):
         self.rows = rows  # one for each History and Window group, in group order
         self.states = states  # one for each State group
         self.node = node  # deepest trie node on the request's path; None without a prefix cache
         self.published_tokens = published_tokens
-        self.fingerprints: list[int] = []  # of the units published so far and of the prompt
 
     def pages(self) -> list[int]:
         """Every page that this lease reads or writes, each once."""

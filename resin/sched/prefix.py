@@ -32,14 +32,16 @@ class PrefixAudit:
 
 
 class PrefixNode:
-    """One span of a cached prefix."""
+    """One span of a cached prefix. `fingerprints` are those of its pages (see SeenPages), a root's one of its salt."""
 
-    __slots__ = ("alive", "children", "depth", "history", "key", "listed", "parent", "state", "tick", "windows")
+    __slots__ = ("alive", "children", "fingerprints", "history", "key", "listed", "parent", "state", "tick", "windows")
 
-    def __init__(self, parent: PrefixNode | None, key: bytes, history: list[list[int]]) -> None:
+    def __init__(
+        self, parent: PrefixNode | None, key: bytes, history: list[list[int]], fingerprints: list[int]
+    ) -> None:
         self.parent = parent
         self.key = key
-        self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.fingerprints = fingerprints
         self.children: dict[bytes, PrefixNode] = {}
         self.history = history  # a page list for each History group
         self.windows: list[list[int]] | None = None  # a page list for each Window group, or gone
@@ -73,9 +75,13 @@ class PrefixTrie:
     Args:
         is_leased: tells whether a live request uses a page.
         withdraw: takes pages back into the pool; live readers go on reading them.
+        page_bytes: size of the token ids of the smallest page, by which nodes are fingerprinted.
     """
 
-    def __init__(self, is_leased: Callable[[int], bool], withdraw: Callable[[Iterator[int]], None]) -> None:
+    def __init__(
+        self, is_leased: Callable[[int], bool], withdraw: Callable[[Iterator[int]], None], page_bytes: int
+    ) -> None:
+        self._page_bytes = page_bytes
         self._is_leased = is_leased
         self._withdraw = withdraw
         self._roots: dict[bytes, PrefixNode] = {}
@@ -89,7 +95,7 @@ class PrefixTrie:
         key = _salt_key(salt)
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = PrefixNode(None, key, [])
+            root = self._roots[key] = PrefixNode(None, key, [], [hash(key)])
         return root
 
     def walk(self, salt: str, raw: bytes, span_bytes: int, limit: int) -> list[PrefixNode]:
@@ -112,7 +118,8 @@ class PrefixTrie:
 
     def add(self, parent: PrefixNode, key: bytes, history: list[list[int]]) -> PrefixNode:
         """A new node below a live parent; its pages must be published already."""
-        node = PrefixNode(parent, key, history)
+        fingerprints = SeenPages.chain(parent.fingerprints[-1], key, self._page_bytes)
+        node = PrefixNode(parent, key, history, fingerprints)
         parent.children[key] = node
         self.num_nodes += 1
         self.touch(node)
@@ -229,22 +236,23 @@ class SeenPages:
         self._seen: OrderedDict[int, None] = OrderedDict()  # finding a plain dict's oldest key scans deleted ones
 
     @staticmethod
-    def chain(start: int, raw: bytes, span_bytes: int) -> list[int]:
-        """Fingerprints of the complete spans of `raw` after a prefix with fingerprint `start`."""
+    def chain(start: int, raw: bytes, page_bytes: int) -> list[int]:
+        """Fingerprints of the complete pages of `raw` after a prefix with fingerprint `start`."""
         fingerprints = []
         value = start
-        for offset in range(0, len(raw) - span_bytes + 1, span_bytes):
-            value = hash((value, raw[offset : offset + span_bytes]))
+        for offset in range(0, len(raw) - page_bytes + 1, page_bytes):
+            value = hash((value, raw[offset : offset + page_bytes]))
             fingerprints.append(value)
         return fingerprints
 
-    def count_leading(self, fingerprints: list[int]) -> int:
-        """How many leading fingerprints have been seen."""
-        seen = self._seen
-        for index, fingerprint in enumerate(fingerprints):
-            if fingerprint not in seen:
-                return index
-        return len(fingerprints)
+    def count_leading(self, start: int, raw: bytes, page_bytes: int) -> int:
+        """How many leading pages of `raw` have been seen after a prefix with fingerprint `start`."""
+        value = start
+        for offset in range(0, len(raw) - page_bytes + 1, page_bytes):
+            value = hash((value, raw[offset : offset + page_bytes]))
+            if value not in self._seen:
+                return offset // page_bytes
+        return len(raw) // page_bytes
 
     def add(self, fingerprints: list[int]) -> None:
         seen = self._seen

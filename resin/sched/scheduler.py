@@ -150,13 +150,20 @@ class Scheduler:
     def plan_next(self, *, in_flight: bool) -> PlannedStep | None:
         """The next plan with its pages reserved, or None if nothing can run before plans in flight are collected."""
         self._admit()
-        if self.prefilling and not (self._decode_waits() and self.prefill_streak >= self.policy.max_prefill_streak):
-            planned = self._plan_prefill(in_flight)
+        decode_is_due = self.prefill_streak >= self.policy.max_prefill_streak and bool(self._decodable())
+        while self.prefilling and not decode_is_due:
+            planned = self._plan_prefill()
             if planned is not None:
                 return planned
+            # No room. Whoever ranks worst makes some, unless that is the request that wants it.
+            if self._youngest() is self.prefilling[0]:
+                break
+            if in_flight:
+                return None
+            self._retract_youngest()
         planned = self._plan_decode(in_flight)
         if planned is None and not in_flight and self.prefilling:
-            planned = self._plan_prefill(in_flight)  # on the pages of the decoding rows, all retracted just now
+            planned = self._plan_prefill()  # on the pages of the decoding rows, all retracted just now
         return planned
 
     def accept(self, planned: PlannedStep) -> None:
@@ -231,9 +238,6 @@ class Scheduler:
             promised += max(need - sum(len(row) for row in request.lease.rows), 0)
         return promised
 
-    def _decode_waits(self) -> bool:
-        return bool(self._decodable())
-
     def _decodable(self) -> list[Request]:
         """Rows that can decode: no plan in flight may end them, and no mask waits for a token still in flight."""
         table, slots = self.table, np.array([request.slot for request in self.decoding], np.int32)
@@ -245,18 +249,15 @@ class Scheduler:
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
-    def _plan_prefill(self, in_flight: bool) -> PlannedStep | None:
-        while True:
-            reservation = Reservation()
-            try:
-                chunks, bucket = self._choose_chunks(reservation)
-                if bucket is not None:
-                    return self._prefill_step(reservation, chunks, bucket)
-            except BaseException:
-                self.cache.rollback(reservation)
-                raise
-            if in_flight or self._decode_waits() or not self._retract_youngest():
-                return None
+    def _plan_prefill(self) -> PlannedStep | None:
+        """None, and nothing reserved, if not even one token of the best-ranked request finds room."""
+        reservation = Reservation()
+        try:
+            chunks, bucket = self._choose_chunks(reservation)
+            return self._prefill_step(reservation, chunks, bucket) if bucket is not None else None
+        except BaseException:
+            self.cache.rollback(reservation)
+            raise
 
     def _prefill_step(self, reservation: Reservation, chunks: list[Chunk], bucket: Bucket) -> PlannedStep:
         emitting = [chunk.request if chunk.emits else None for chunk in chunks]
@@ -275,8 +276,6 @@ class Scheduler:
         for request in self.prefilling[: self._max_prefill_rows]:
             slot = request.slot
             start, known = int(self.table.computed[slot]), int(self.table.known[slot])
-            if self.table.constrained[slot] and self.table.pending[slot]:
-                continue
             stop = self._chunk_stop(start, known, budget)
             while stop > start:
                 assert request.lease is not None
@@ -412,12 +411,15 @@ class Scheduler:
 
     # -- memory pressure ----------------------------------------------------------------------------------------
 
+    def _youngest(self) -> Request:
+        """The running request of worst rank."""
+        return max(self.running(), key=lambda request: (request.rank, request.id))
+
     def _retract_youngest(self) -> bool:
-        """Sends the running request of worst rank back to the queue; False if only one runs."""
-        candidates = [request for request in self.running() if not self.table.in_flight[request.slot]]
-        if len(candidates) < 2:
+        """Sends the running request of worst rank back to the queue (no plan is in flight); False if only one runs."""
+        if self.num_running < 2:
             return False
-        self.retract(max(candidates, key=lambda request: (request.rank, request.id)))
+        self.retract(self._youngest())
         return True
 
     def retract(self, request: Request) -> None:

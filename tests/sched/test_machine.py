@@ -60,7 +60,8 @@ class Driver:
         self.requests: list[Request] = []
         self.cancelled: set[Request] = set()
         self.finished: list[Request] = []
-        self.gaps: dict[Request, int] = {}
+        self.oldest: Request | None = None  # the best-ranked running request
+        self.gap = 0  # plans in a row without it
 
     def clock(self) -> float:
         self.clock_s += 0.01
@@ -117,15 +118,14 @@ class Driver:
                 assert all(page == 0 or self.engine.scheduler.cache.pool.is_writable(page) for page in appended)
 
     def watch_gaps(self, plans: int) -> None:
-        """The best-ranked request, once it decodes, waits no longer than the stated bound for a plan that holds it."""
-        scheduler = self.engine.scheduler
+        """The best-ranked running request waits no longer than the stated bound for a plan that holds it."""
+        oldest = min(self.engine.scheduler.running(), key=lambda request: (request.rank, request.id), default=None)
+        if oldest is not self.oldest:
+            self.oldest, self.gap = oldest, 0
+            return
         for plan in self.runner.plans[plans:]:
-            present = set(plan.request_ids)
-            for request in scheduler.running():
-                self.gaps[request] = 0 if request.id in present else self.gaps.get(request, 0) + 1
-        oldest = min(scheduler.running(), key=lambda request: (request.rank, request.id), default=None)
-        if oldest is not None and oldest.state is RequestState.DECODE:
-            assert self.gaps.get(oldest, 0) <= MAX_PREFILL_STREAK + 1
+            self.gap = 0 if oldest is None or oldest.id in plan.request_ids else self.gap + 1
+            assert self.gap <= MAX_PREFILL_STREAK + 1
 
     def cancel(self, index: int) -> None:
         request = self.requests[index % len(self.requests)]

@@ -19,7 +19,7 @@ class Cached:
 
     def __init__(self, num_pages: int = 5000) -> None:
         self.pool = PagePool(num_pages)
-        self.trie = PrefixTrie(self.pool.is_leased, self.pool.withdraw)
+        self.trie = PrefixTrie(self.pool.is_leased, self.pool.withdraw, 4 * SPAN)
 
     def add(self, tokens: list[int], salt: str = "", *, history: bool = True) -> list[PrefixNode]:
         """The path of the tokens, nodes added where they lack."""
@@ -73,7 +73,7 @@ def raw(tokens: list[int]) -> bytes:
 def test_a_walk_finds_exact_leading_spans_up_to_its_limit() -> None:
     cached = Cached()
     path = cached.add([1, 2, 3, 4, 5, 6])
-    assert [node.depth for node in path] == [1, 2, 3]
+    assert [node.key for node in path] == [raw([1, 2]), raw([3, 4]), raw([5, 6])]
     walk = cached.trie.walk
     assert walk("", raw([1, 2, 3, 4, 5, 6]), 8, 3) == path
     assert walk("", raw([1, 2, 3, 4, 5, 6]), 8, 2) == path[:2], "the limit keeps the last token to compute"
@@ -289,15 +289,18 @@ def test_random_use_agrees_with_a_plain_model() -> None:
 
 
 def test_seen_pages_remember_the_latest() -> None:
-    seen = SeenPages(capacity=4)
-    chain = SeenPages.chain(7, raw(list(range(12))), 8)
+    seen, tokens = SeenPages(capacity=4), raw(list(range(12)))
+    chain = SeenPages.chain(7, tokens, 8)
     assert len(chain) == 6 and len(set(chain)) == 6
+    assert seen.count_leading(7, tokens, 8) == 0
     seen.add(chain[:3])
-    assert seen.count_leading(chain) == 3
+    assert seen.count_leading(7, tokens, 8) == 3
+    assert seen.count_leading(7, tokens[:20], 8) == 2, "a partial page has none"
+    assert seen.count_leading(6, tokens, 8) == 0
     seen.add(chain[:1])
     seen.add(chain[3:5])
-    assert seen.count_leading(chain[1:]) == 0, "the least recent one is forgotten"
-    assert seen.count_leading(chain[:1]) == 1 and seen.count_leading(chain[2:]) == 3
+    assert seen.count_leading(chain[0], tokens[8:], 8) == 0, "the least recent one is forgotten"
+    assert seen.count_leading(7, tokens, 8) == 1 and seen.count_leading(chain[1], tokens[16:], 8) == 3
 
 
 def test_fingerprints_chain_over_the_whole_prefix() -> None:
@@ -307,6 +310,15 @@ def test_fingerprints_chain_over_the_whole_prefix() -> None:
     assert SeenPages.chain(chain[0], tokens[8:], 8) == chain[1:]
     assert SeenPages.chain(1, tokens, 8)[2] != chain[2]
     assert SeenPages.chain(0, raw([1, 9]) + tokens[8:], 8)[1] != chain[1]
+
+
+def test_nodes_carry_the_fingerprints_of_their_pages() -> None:
+    cached, tokens = Cached(), [1, 2, 3, 4, 5, 6]
+    path = cached.add(tokens)
+    start = cached.trie.root("").fingerprints[-1]
+    assert [node.fingerprints[0] for node in path] == SeenPages.chain(start, raw(tokens), 4 * SPAN)
+    other = cached.add(tokens, "salt")
+    assert {node.fingerprints[0] for node in path}.isdisjoint(node.fingerprints[0] for node in other)
 
 
 def test_forgetting_costs_no_more_than_remembering() -> None:
