@@ -27,6 +27,7 @@ class Answer:
 
     Attributes:
         pieces: arrival in seconds and text (or reasoning) of each streamed piece that is not empty.
+        ended_s: arrival of a stream's last event.
     """
 
     text: str = ""
@@ -35,16 +36,12 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
     usage: Mapping[str, Any] | None = None
     pieces: list[tuple[float, str]] = field(default_factory=list)
+    ended_s: float = 0.0
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first piece.
-
-        Raises:
-            Failed: the stream brought no text.
-        """
-        require(self.pieces, "the stream ended without any text")
-        return self.pieces[0][0]
+        """Seconds to the first piece, or to the end of an answer without text."""
+        return self.pieces[0][0] if self.pieces else self.ended_s
 
     @property
     def said(self) -> tuple[str, str, str | None]:
@@ -89,7 +86,7 @@ def read_chat_stream(stream: Stream) -> Answer:
     """
     answer = Answer()
     for at_s, event in stream.ok().events:
-        answer.usage = event.get("usage") or answer.usage
+        answer.usage, answer.ended_s = event.get("usage") or answer.usage, at_s
         for choice in event.get("choices") or []:
             if choice["index"] != 0:
                 continue
@@ -113,7 +110,7 @@ def read_completion_stream(stream: Stream) -> Answer:
     """
     answer = Answer()
     for at_s, event in stream.ok().events:
-        answer.usage = event.get("usage") or answer.usage
+        answer.usage, answer.ended_s = event.get("usage") or answer.usage, at_s
         for choice in event.get("choices") or []:
             if choice["index"] == 0:
                 answer.text += choice["text"]

@@ -13,6 +13,7 @@ from bench.check_server.prompts import unique_text
 
 ROUNDS = 3
 PREFIX_WORDS = 400
+QUESTION = " Name one of these words."
 SLOWER_FACTOR, SLOWER_S = 1.5, 0.1
 """A reused prefix may cost this much more than a new one before it counts as a fault: clocks and neighbours vary."""
 
@@ -55,7 +56,7 @@ async def check_prefix_answer(api: Api, figures: Figures) -> None:
 
 
 async def _cold_and_warm(api: Api) -> tuple[Answer, Answer]:
-    text = unique_text(PREFIX_WORDS) + " Name one of these words."
+    text = unique_text(PREFIX_WORDS) + QUESTION
     return await ask(api, text), await ask(api, text)
 
 
@@ -74,7 +75,7 @@ async def check_first_token_times(api: Api, figures: Figures, sizes: Sequence[in
     for words in sizes:
         times, tokens = [], None
         for _ in range(ROUNDS):
-            stream = await _stream(api, unique_text(words))
+            stream = await _stream(api, unique_text(words) + QUESTION)
             if stream.status in (400, 413, 422) and figures:
                 figures[f"{words}_words"] = f"refused with {stream.status}"
                 return

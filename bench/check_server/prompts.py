@@ -8,6 +8,7 @@ import secrets
 COUNT = "Count from one to thirty in words, separated by commas."
 STORY = "Write two sentences about a lighthouse keeper and his dog."
 UNICODE = "Repeat this exactly: Größe, naïve, Привет, 東京, 안녕, 😀🎉👍🏽"
+EMOJI = "😀 🎉 東京 😀 🎉 東京 😀 🎉 東京 😀"
 
 _WORDS = (
     "river stone window garden letter winter yellow market silver bridge forest candle engine mirror "

@@ -8,7 +8,7 @@ from bench.check_server.answers import Answer, read_chat, read_chat_stream, read
 from bench.check_server.api import CHAT, COMPLETIONS, Api, Stream
 from bench.check_server.correctness import find_stop, judge_stop, judge_usage
 from bench.check_server.outcome import Figures, Skipped, require
-from bench.check_server.prompts import COUNT, STORY, UNICODE
+from bench.check_server.prompts import COUNT, EMOJI, STORY, UNICODE
 
 REPLACEMENT = "\ufffd"
 
@@ -85,19 +85,28 @@ async def check_stream_usage(api: Api, figures: Figures) -> None:
 
 
 async def check_characters(api: Api, figures: Figures) -> None:
-    """No chunk holds half a character."""
-    stream = await api.stream(CHAT, api.chat_body(UNICODE, max_tokens=64))
-    answer = read_chat_stream(stream)
-    others = [letter for letter in answer.text + answer.reasoning if not letter.isascii()]
-    figures["letters_beyond_ascii"] = len(others)
-    # max_tokens may cut the very last character.
-    pieces = [text for _, text in answer.pieces]
-    whole_pieces = pieces[:-1] if answer.finish_reason == "length" else pieces
-    require(not any(REPLACEMENT in text for text in whole_pieces), f"a chunk holds U+FFFD: {answer.text!r}")
-    if not others:
+    """No chunk holds half a character: in a chat, or in a raw text that goes on in emoji if the chat stays ASCII."""
+    streamed = read_chat_stream(await api.stream(CHAT, api.chat_body(UNICODE, max_tokens=64)))
+    if not streamed.text.isascii():
+        _judge_characters(streamed, read_chat((await api.chat(UNICODE, max_tokens=64)).ok()), figures)
+        return
+    stream = await api.stream(COMPLETIONS, api.completion_body(EMOJI, max_tokens=64))
+    whole = read_completion((await api.complete(EMOJI, max_tokens=64)).offered("completions"))
+    _judge_characters(read_completion_stream(stream.offered("completions")), whole, figures)
+
+
+def _judge_characters(streamed: Answer, whole: Answer, figures: Figures) -> None:
+    figures["letters_beyond_ascii"] = sum(not letter.isascii() for letter in streamed.text)
+    if streamed.text.isascii():
         raise Skipped("the model wrote nothing beyond ASCII")
-    whole = read_chat((await api.chat(UNICODE, max_tokens=64)).ok())
-    require(whole.text.rstrip(REPLACEMENT) == answer.text.rstrip(REPLACEMENT), "streamed and whole text differ")
+    # max_tokens may cut the very last character.
+    pieces = [text for _, text in streamed.pieces]
+    whole_pieces = pieces[:-1] if streamed.finish_reason == "length" else pieces
+    require(not any(REPLACEMENT in text for text in whole_pieces), f"a chunk holds U+FFFD: {streamed.text!r}")
+    require(
+        streamed.text.rstrip(REPLACEMENT) == whole.text.rstrip(REPLACEMENT),
+        f"streamed {streamed.text!r}, whole {whole.text!r}",
+    )
 
 
 async def check_streamed_stop(api: Api, figures: Figures) -> None:

@@ -21,6 +21,7 @@ from tests.serve.running import running_server
 
 Events = list[dict[str, Any]]
 COUNTER = itertools.count()
+ASCII = [{"role": "user", "content": "x"}]
 QUESTIONS = [
     {"id": "q1", "question": "Which is shorter?", "choices": ["a long choice of words", "short"], "answer": 1},
     {"id": "c1", "context": "It was", "endings": ["raining", "raining all day long"], "answer": 0},
@@ -60,6 +61,13 @@ def respell(change: Callable[[str], str]) -> Callable[[Events], Events]:
             delta["content"] = change(delta["content"])
         return events
 
+    return events
+
+
+def broken_emoji(events: Events) -> Events:
+    for event in events:
+        for choice in event["choices"]:
+            choice["text"] = choice.get("text", "").replace("東", "\ufffd\ufffd")
     return events
 
 
@@ -116,7 +124,7 @@ def slow_when_seen() -> Callable[[dict[str, Any]], float]:
         text = json.dumps(body["messages"])
         is_old = text in seen
         seen.add(text)
-        return 0.5 if is_old else 0.0
+        return 0.3 if is_old else 0.0
 
     return delay_s
 
@@ -203,6 +211,10 @@ FAULTS: list[tuple[str, Fault]] = [
     ("streaming: usage", Fault(events=lambda events: [events[-1], *events[:-1]])),
     ("streaming: whole characters", Fault(events=respell(lambda text: text.replace("ö", "\ufffd")))),
     ("streaming: whole characters", Fault(events=respell(lambda text: text.replace("ö", "")))),
+    (
+        "streaming: whole characters",
+        Fault(request=lambda body: body | ({"messages": ASCII} if "messages" in body else {}), events=broken_emoji),
+    ),
     ("streaming: stop string", Fault(request=lambda body: without("stop")(body) if "stream" in body else body)),
     ("prefix cache: reuse", Fault(events=all_cached)),
     ("prefix cache: same answer", Fault(events=respell(lambda text: text + str(next(COUNTER))))),
