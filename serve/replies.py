@@ -39,11 +39,13 @@ def json_response(value: Any, *, status: int = 200, headers: dict[str, str] | No
     )
 
 
-def usage_of(session: Session) -> dict[str, Any]:
-    """OpenAI's `usage`; the prompt counts once however many choices there are."""
+def usage_of(session: Session, prompts: int = 1) -> dict[str, Any]:
+    """OpenAI's `usage`; each of the session's prompts counts once however many choices it has."""
     completion = sum(choice.generation.completion_tokens for choice in session.choices)
     reasoning = sum(choice.generation.reasoning_tokens for choice in session.choices)
-    cached = max((choice.cached_tokens for choice in session.choices), default=0)
+    count = len(session.choices) // prompts
+    groups = (session.choices[start : start + count] for start in range(0, len(session.choices), count))
+    cached = sum(max(choice.cached_tokens for choice in group) for group in groups)
     return {
         "prompt_tokens": session.prompt_tokens,
         "completion_tokens": completion,

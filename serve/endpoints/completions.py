@@ -18,7 +18,7 @@ from serve.schemas.completions import CompletionRequest
 from serve.schemas.sampling import build_params
 from serve.service import Plan, Service, service_of
 from serve.session import Choice, Session
-from serve.sse import EventStream
+from serve.sse import EventStream, encode_events
 
 MAX_PROMPTS = 256
 
@@ -81,6 +81,7 @@ class _Reply:
         self.echoes = bool(body.echo)
         self.wants_logprobs = body.logprobs is not None
         self.discards_output = body.max_tokens == 0
+        self.prompts = len(body.prompts())
         self.includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._offsets: dict[int, int] = {}
 
@@ -124,14 +125,9 @@ class _Reply:
         return completion_logprobs(ids, logprobs, tops, self.tokenizer, first_offset=start)
 
     async def collect(self, session: Session) -> dict[str, Any]:
-        whole = [Update() for _ in session.choices]
-        async for choice, update in session.updates():
-            for delta in update.deltas:
-                whole[choice.index].add(delta)
-            whole[choice.index].logprobs += update.logprobs
-            whole[choice.index].ending = update.ending
+        whole = await session.collect()
         choices = [self.choice(choice, whole[choice.index], is_first=True) for choice in session.choices]
-        return self.body(choices) | {"usage": usage_of(session)}
+        return self.body(choices) | {"usage": usage_of(session, self.prompts)}
 
 
 def _prompt_ids(choice: Choice) -> list[int]:
@@ -142,15 +138,18 @@ def _prompt_ids(choice: Choice) -> list[int]:
 async def _stream(request: web.Request, session: Session, reply: _Reply) -> web.StreamResponse:
     stream = EventStream(request, session)
     started: set[int] = set()
+
+    def encode(choice: Choice, update: Update) -> bytes:
+        chunk = reply.body([reply.choice(choice, update, is_first=choice.index not in started)])
+        started.add(choice.index)
+        return encode_events([chunk | ({"usage": None} if reply.includes_usage else {})])
+
     try:
-        async for choice, update in session.updates():
-            chunk = reply.body([reply.choice(choice, update, is_first=choice.index not in started)])
-            started.add(choice.index)
-            await stream.send([chunk | ({"usage": None} if reply.includes_usage else {})])
+        await stream.forward(encode)
         if reply.includes_usage:
-            await stream.send([reply.body([]) | {"usage": usage_of(session)}])
+            await stream.send(encode_events([reply.body([]) | {"usage": usage_of(session, reply.prompts)}]))
     except ApiError as error:
         if not stream.has_started:
             raise
-        await stream.send([openai_body(error)])
+        await stream.send(encode_events([openai_body(error)]))
     return await stream.close(b"data: [DONE]\n\n")
