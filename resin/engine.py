@@ -97,6 +97,8 @@ class Engine:
         self._live = 0
         self._next_id = 0
         self._failure: BaseException | None = None
+        # Called on the stepping thread just before the runner is waited for; must not call the engine.
+        self.before_wait: Callable[[], None] = lambda: None
         self._planning = False  # callbacks of requests run while planning, and must not come back here
 
     def __enter__(self) -> Engine:
@@ -254,6 +256,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.write_plan(planned.plan)
             runner: Any = self.runner
+            if not self._overlap:
+                self.before_wait()
             handle = runner.dispatch(planned.plan) if self._overlap else runner.forward(planned.plan)
         except BaseException as error:
             raise self._quarantine(error) from error
@@ -265,6 +269,8 @@ class Engine:
         planned, handle = self._in_flight.popleft()
         try:
             runner: Any = self.runner
+            if self._overlap:
+                self.before_wait()
             output: ForwardOutput = runner.collect(handle) if self._overlap else handle
             started = time.perf_counter()
             if self._recorder is not None:

@@ -31,12 +31,19 @@ class NotAccepting(Exception):
 class Receiver(Protocol):
     """Gets a job's outcome, on the event loop's thread."""
 
-    def on_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> None:
-        """The job's new tokens; their logprobs are the rows of the event's columns from `begin` on."""
+    def on_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> bool:
+        """The job's new tokens; their logprobs are the rows of the event's columns from `begin` on.
+
+        True asks for a call of `flush`.
+        """
         ...
 
-    def on_finish(self, reason: FinishReason, error: BaseException | None) -> None:
+    def on_finish(self, reason: FinishReason, error: BaseException | None) -> bool:
         """Nothing follows. An InvalidRequest as error means that the engine did not take the job."""
+        ...
+
+    def flush(self) -> None:
+        """Passes on what has come, once a round has brought what it has for everybody."""
         ...
 
 
@@ -67,7 +74,8 @@ class EngineActor:
     """Runs an engine on one thread of its own.
 
     `submit` and `cancel` may be called from any thread and never wait for the engine. What the engine says is put
-    into `outbox`, and `wake` is called (on the actor's thread) after each addition.
+    into `outbox`, and `wake` is called (on the actor's thread) when nothing but the runner has work to do: whoever
+    empties the outbox then has the interpreter to himself.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class EngineActor:
         return len(self._queue)
 
     def start(self) -> None:
+        self.engine.before_wait = self._announce
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -155,6 +164,7 @@ class EngineActor:
             self._admit()
             if not self.engine.has_work():
                 continue
+            started_s, cpu_started_s = time.perf_counter(), time.thread_time()
             try:
                 events = self.engine.step()
                 rejected = 0
@@ -162,18 +172,24 @@ class EngineActor:
                 rejected += 1
                 if rejected > MAX_REJECTED_STEPS:
                     raise
+                self._announce()
                 time.sleep(0.001 * rejected)
                 continue
             self._publish(events)
-            time.sleep(0)  # offers the interpreter lock: a step that never waits would keep it from the event loop
+            if 2 * (time.thread_time() - cpu_started_s) > time.perf_counter() - started_s:
+                # A step that hardly waits would keep the interpreter from the event loop. After any other step the
+                # loop has to wait for the next plan to be on its way: that gap is what clients would feel.
+                time.sleep(0)
         self.engine.close()
         self._publish(self.engine.drain_events())
         for job in self._take_queue():
             self._reject(job, FinishReason.CANCELLED)
+        self._announce()
 
     def _wait_for_work(self) -> None:
         if self._stops or self._queue or self._cancelled or self.engine.has_work():
             return
+        self._announce()
         with self._changed:
             while not (self._stops or self._queue or self._cancelled):
                 self._changed.wait()
@@ -222,11 +238,13 @@ class EngineActor:
         if events:
             self.active -= sum(type(event) is FinishedEvent for event in events)
             self.outbox.append(events)
+
+    def _announce(self) -> None:
+        if self.outbox:
             self._wake()
 
     def _reject(self, job: Job, reason: FinishReason, error: BaseException | None = None) -> None:
         self.outbox.append(Rejected(job, reason, error))
-        self._wake()
 
     def _take_queue(self) -> list[Job]:
         with self._changed:
@@ -242,4 +260,5 @@ class EngineActor:
         self._publish(self.engine.drain_events())
         for job in self._take_queue():
             self._reject(job, FinishReason.ERROR, error)
+        self._announce()
         self._on_failure(error)

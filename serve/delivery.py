@@ -1,17 +1,27 @@
-"""Engine events to the sessions they concern, in rounds that leave the event loop and the engine room to breathe."""
+"""Engine events to the receivers they concern, in rounds that keep out of the engine's way.
+
+Both threads need the interpreter, and a step that has to wait for it delays every client. So a round begins when the
+engine has nothing to do but wait for its runner, and is over before long.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 
 from resin import FinishReason
 from resin.events import FinishedEvent
-from serve.actor import EngineActor, Job, Rejected
+from serve.actor import EngineActor, Job, Receiver, Rejected
 
-REST_PER_BUSY = 1.0
-"""Seconds of rest after each second that a round kept the loop busy. Under load the rounds grow apart and each carries
-several tokens a client, instead of the loop taking the interpreter away from the engine's thread."""
+MAX_ROUND_S = 0.003
+"""After this long a round leaves the receivers that are still to flush to the next one, where they come first."""
+
+REST_PER_BUSY = 0.25
+"""Seconds of rest after each second that rounds kept the loop busy. An engine that never waits for its runner still
+gets the interpreter, and rounds grow apart until each carries several tokens a client."""
+
+PATIENCE_S = 0.005
+"""How much longer what is left may wait for the engine's next sign before it is delivered at an odd moment."""
 
 
 class Delivery:
@@ -20,28 +30,41 @@ class Delivery:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._actor: EngineActor | None = None
-        self._is_scheduled = False
-        self.rounds = 0
+        self._is_woken = False
+        self._rest_until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._ready: dict[Receiver, None] = {}  # in the order in which they asked to flush
 
     def attach(self, actor: EngineActor) -> None:
         self._actor = actor
 
     def wake(self) -> None:
-        """Called by the actor on its own thread after it has put something into the outbox."""
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon_threadsafe(self._run_round)
+        """Called by the actor on its own thread when something is in the outbox and the interpreter is free."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._on_wake)
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every job that the engine left without an ending."""
-        self.empty_outbox()
+        self.deliver()
         actor = self._actor
         assert actor is not None
         for job in list(actor.jobs.values()):
             self._finish(job, FinishReason.ERROR, error)
         actor.jobs.clear()
+        self.deliver()
 
-    def empty_outbox(self) -> None:
+    def deliver(self, until_s: float = math.inf) -> None:
+        """Empties the outbox, and lets receivers flush until time is up by the loop's clock."""
+        self._empty_outbox()
+        ready, self._ready = self._ready, {}
+        for receiver in ready:
+            if self._loop.time() < until_s:
+                receiver.flush()
+            else:
+                self._ready[receiver] = None
+
+    def _empty_outbox(self) -> None:
         actor = self._actor
         assert actor is not None
         while actor.outbox:
@@ -56,32 +79,36 @@ class Delivery:
                         self._finish(job, event.reason, event.request.error)
                     continue
                 token_ids, bounds = event.token_ids.tolist(), event.token_indptr.tolist()
-                for index, request in enumerate(event.requests):
+                for request, begin, end in zip(event.requests, bounds, bounds[1:], strict=False):
                     job = actor.jobs.get(request.id)
-                    if job is not None:
-                        begin = bounds[index]
-                        job.receiver.on_tokens(token_ids[begin : bounds[index + 1]], event, begin)
+                    if job is not None and job.receiver.on_tokens(token_ids[begin:end], event, begin):
+                        self._ready[job.receiver] = None
 
     def _finish(self, job: Job, reason: FinishReason, error: BaseException | None) -> None:
         job.is_done = True
-        job.receiver.on_finish(reason, error)
+        if job.receiver.on_finish(reason, error):
+            self._ready[job.receiver] = None
+
+    def _on_wake(self) -> None:
+        self._is_woken = False
+        if self._loop.time() < self._rest_until_s:
+            self._run_later()
+        else:
+            self._run_round()
 
     def _run_round(self) -> None:
-        started = time.perf_counter()
-        self.rounds += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        started_s = self._loop.time()
         try:
-            self.empty_outbox()
+            self.deliver(started_s + MAX_ROUND_S)
         finally:
-            # The sessions just woken run before this: the loop keeps the order of its callbacks.
-            self._loop.call_soon(self._rest, started)
+            now_s = self._loop.time()
+            self._rest_until_s = now_s + (now_s - started_s) * REST_PER_BUSY
+            if self._ready:
+                self._run_later()
 
-    def _rest(self, started: float) -> None:
-        busy_s = time.perf_counter() - started
-        self._loop.call_later(busy_s * REST_PER_BUSY, self._end_round)
-
-    def _end_round(self) -> None:
-        self._is_scheduled = False
-        assert self._actor is not None
-        if self._actor.outbox and not self._is_scheduled:
-            self._is_scheduled = True
-            self._run_round()
+    def _run_later(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._rest_until_s + PATIENCE_S, self._run_round)

@@ -47,8 +47,18 @@ class Update:
     def add(self, delta: Delta) -> None:
         self.add_all((delta,))
 
+    def extend(self, later: Update) -> None:
+        """Adds the update that follows this one."""
+        self.add_all(later.deltas)
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.ending = later.ending
+
     def add_all(self, deltas: Sequence[Delta]) -> None:
         """Appends deltas, joining runs of text and of reasoning."""
+        if not self.deltas and len(deltas) <= 1:
+            self.deltas += deltas
+            return
         if self.deltas and not isinstance(self.deltas[-1], ToolCallDelta):
             deltas = (self.deltas.pop(), *deltas)
         for _, run in groupby(deltas, type):
@@ -108,15 +118,11 @@ class Generation:
         self.reasoning_tokens = 0
         self.tool_calls = 0
 
-    @property
-    def pending_tokens(self) -> int:
-        """Tokens that no update has read yet."""
-        return len(self._pending)
-
-    @property
-    def is_finished(self) -> bool:
-        """True once the engine is done with it; an update may still be due."""
-        return self._reason is not None
+    def has_news(self, interval: int) -> bool:
+        """True if an update is due: the first token, `interval` tokens after it, or the ending."""
+        if self._pending and (len(self._pending) >= interval or not self.completion_tokens):
+            return True
+        return self._reason is not None and self.ending is None
 
     @property
     def stop_string(self) -> str | None:
@@ -141,11 +147,12 @@ class Generation:
         if self.ending is not None:
             return update
         token_ids, self._pending = self._pending, []
-        logprobs, self._pending_logprobs = self._pending_logprobs, []
         used = self._read(token_ids, update)
         self.completion_tokens += used
         update.token_ids = token_ids[:used]
-        update.logprobs = [entry for entry in logprobs[:used] if entry.token_id not in self._stop_token_ids]
+        if self._wants_logprobs:
+            logprobs, self._pending_logprobs = self._pending_logprobs, []
+            update.logprobs = [entry for entry in logprobs[:used] if entry.token_id not in self._stop_token_ids]
         if self._matcher.matched is not None:
             self._end(update, Ending.STOP_STRING)
             if self._reason is None:
@@ -162,8 +169,10 @@ class Generation:
         """Parses tokens and says how many were the client's."""
         if not self._has_stops:
             deltas = self._parser.push(token_ids)
-            self.reasoning_tokens += sum(type(delta) is ReasoningDelta for delta in deltas)
-            self.tool_calls += sum(type(delta) is ToolCallDelta for delta in deltas)
+            for delta in deltas:
+                if type(delta) is not TextDelta:
+                    self.reasoning_tokens += type(delta) is ReasoningDelta
+                    self.tool_calls += type(delta) is ToolCallDelta
             update.add_all(deltas)
             return len(token_ids)
         for index, token_id in enumerate(token_ids):

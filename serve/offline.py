@@ -161,12 +161,8 @@ class OfflineRun:
                 write(self._result(running))
 
     def _read(self, running: _Running) -> None:
-        update = running.generation.take_update()
-        for delta in update.deltas:
-            running.update.add(delta)
-        running.update.token_ids += update.token_ids
-        running.update.logprobs += update.logprobs
-        running.update.ending = running.update.ending or update.ending
+        if running.generation.ending is None:
+            running.update.extend(running.generation.take_update())
 
     def _result(self, running: _Running) -> dict[str, Any]:
         update, request = running.update, running.request

@@ -26,13 +26,10 @@ class ResponseBuilder:
         self._item: dict[str, Any] | None = None  # the reasoning or message item that is open
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come out yet
 
-    def start(self) -> list[Event]:
-        """The two events that open every stream."""
-        return [self._event(f"response.{name}", response=self._snapshot()) for name in ("created", "in_progress")]
-
     def add(self, update: Update) -> list[Event]:
-        """What an update adds."""
-        events: list[Event] = []
+        """What an update adds; two events open the stream before the first."""
+        opening = () if self._sequence else ("created", "in_progress")
+        events = [self._event(f"response.{name}", response=self._snapshot()) for name in opening]
         if self._tokenizer is not None:
             self._logprobs += chat_logprobs(update.logprobs, self._tokenizer)["content"]
         for delta in update.deltas:

@@ -156,7 +156,7 @@ class HttpServer:
         else:
             delivery.fail_all(self._failure)
         await asyncio.to_thread(actor.stop)
-        delivery.empty_outbox()
+        delivery.deliver()
         await runner.cleanup()
         if self._failure is None:
             _LOG.info("stopped")

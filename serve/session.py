@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from resin import FinishReason, SamplingParams
 from resin.events import TokensEvent
@@ -31,17 +31,23 @@ class Choice:
         request = self.job.request if self.job else None
         return request.prefix_hit_tokens if request else 0
 
-    def on_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> None:
+    def on_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> bool:
         self.generation.add_tokens(token_ids, event, begin)
-        self.session.on_news(self, is_last=False)
+        return self.session.on_news(self)
 
-    def on_finish(self, reason: FinishReason, error: BaseException | None) -> None:
+    def on_finish(self, reason: FinishReason, error: BaseException | None) -> bool:
         self.generation.finish(reason, error)
-        self.session.on_news(self, is_last=True)
+        return self.session.on_news(self)
+
+    def flush(self) -> None:
+        self.session.flush(self)
+
+
+Take = Callable[[Choice, Update], bool | None]
 
 
 class Session:
-    """All choices of one request, and one waiter: the handler that answers it."""
+    """All choices of one request on their way to the handler that answers it."""
 
     def __init__(
         self, *, stream_interval: int, buffer_events: int, timeout_s: float, on_slow: Callable[[], None]
@@ -53,8 +59,9 @@ class Session:
         self.timeout_s = timeout_s
         self._stream_interval = stream_interval
         self._buffer_events = buffer_events
-        self._dirty: dict[int, Choice] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._running = 0  # choices whose ending has not been handed out
+        self._take: Take | None = None
+        self._handler: asyncio.Future[None] | None = None  # done when the handler has something to do
         self._on_slow = on_slow
         self.is_too_slow = False
         self._is_sending = False
@@ -63,6 +70,7 @@ class Session:
     def add_choice(self, generation: Generation) -> Choice:
         choice = Choice(self, len(self.choices), generation)
         self.choices.append(choice)
+        self._running += 1
         return choice
 
     def job_for(self, choice: Choice, prompt_ids: Sequence[int], params: SamplingParams, cache_salt: str) -> Job:
@@ -71,42 +79,67 @@ class Session:
         choice.job = Job(prompt_ids, params, choice, self.started_s + self.timeout_s, cache_salt)
         return choice.job
 
-    def on_news(self, choice: Choice, *, is_last: bool) -> None:
-        """Called on the loop's thread for every step that concerns a choice."""
+    def on_news(self, choice: Choice) -> bool:
+        """Called for every step that concerns a choice; True if it can hand something out."""
         if self._is_sending:
             self._waiting_steps += 1
             if self._waiting_steps > self._buffer_events * len(self.choices) and not self.is_too_slow:
                 self.is_too_slow = True
                 self._on_slow()
-        if choice.index not in self._dirty:
-            generation = choice.generation
-            waits = generation.pending_tokens < self._stream_interval and generation.completion_tokens
-            if waits and not is_last:
-                return
-            self._dirty[choice.index] = choice
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+        return self._take is not None and choice.generation.has_news(self._stream_interval)
 
-    async def updates(self) -> AsyncIterator[tuple[Choice, Update]]:
-        """New things in any choice, until all have ended.
+    async def deliver(self, take: Take, drain: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Hands out everything new, as it comes, until all choices have ended.
+
+        Args:
+            take: gets each update, outside of the handler's own task; it must not wait. True says that it can take no
+                more for now.
+            drain: waits until it can; tokens gather meanwhile.
 
         Raises:
             ApiError: the engine did not take the request, failed, stopped, or ran out of time.
         """
-        running = len(self.choices)
-        while running:
-            if not self._dirty:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-            dirty, self._dirty = self._dirty, {}
-            for choice in dirty.values():
-                if choice.generation.ending is not None:
-                    continue
-                update = choice.generation.take_update()
-                if update.ending is not None:
-                    running -= 1
-                    self._check_ending(choice, update.ending)
-                yield choice, update
+        while self._running:
+            self._take = take
+            self._handler = asyncio.get_running_loop().create_future()
+            for choice in self.choices:
+                self.flush(choice)
+            try:
+                await self._handler
+            finally:
+                self._take = None
+            if drain is not None:
+                await drain()
+
+    async def collect(self) -> list[Update]:
+        """The whole of every choice, once all have ended; raises as `deliver` does."""
+        whole = [Update() for _ in self.choices]
+        await self.deliver(lambda choice, update: whole[choice.index].extend(update))
+        return whole
+
+    def flush(self, choice: Choice) -> None:
+        """Hands out what is new in a choice, if somebody takes it now."""
+        if self._take is None or not choice.generation.has_news(self._stream_interval):
+            return
+        try:
+            update = choice.generation.take_update()
+            if update.ending is not None:
+                self._running -= 1
+                self._check_ending(choice, update.ending)
+            if self._take(choice, update) or not self._running:
+                self._return_to_handler()
+        except Exception as error:  # it is the handler's
+            self._return_to_handler(error)
+
+    def _return_to_handler(self, error: Exception | None = None) -> None:
+        self._take = None
+        assert self._handler is not None
+        if self._handler.done():  # cancelled: the client has left
+            return
+        if error is None:
+            self._handler.set_result(None)
+        else:
+            self._handler.set_exception(error)
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:

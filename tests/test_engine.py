@@ -347,3 +347,31 @@ def test_close_cancels_what_runs() -> None:
     engine.close()
     assert {request.finish_reason for request in requests} == {FinishReason.CANCELLED}
     assert engine.scheduler.cache.pool.leased == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_before_wait_is_called_when_the_runner_has_its_plan(overlap: bool) -> None:
+    calls: list[str] = []
+
+    class Noting(OverlapFake):
+        def forward(self, plan: BatchPlan) -> ForwardOutput:
+            calls.append("forward")
+            return super().forward(plan)
+
+        def dispatch(self, plan: BatchPlan) -> ForwardOutput:
+            calls.append("dispatch")
+            return super().dispatch(plan)
+
+        def collect(self, handle: ForwardOutput) -> ForwardOutput:
+            calls.append("collect")
+            return super().collect(handle)
+
+    with Engine(Noting(CONFIG), overlap=overlap) as engine:
+        engine.before_wait = lambda: calls.append("wait")
+        engine.submit([5, 6], sampling_params=SamplingParams(max_output_tokens=3, temperature=0))
+        drain(engine)
+    if overlap:
+        assert calls[:4] == ["dispatch", "dispatch", "wait", "collect"]
+        assert calls.count("wait") == calls.count("collect") == calls.count("dispatch")
+    else:
+        assert [call for call in calls if call in ("forward", "wait")] == ["wait", "forward"] * 3

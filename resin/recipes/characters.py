@@ -26,6 +26,8 @@ class CharacterStream:
             data = self._bytes_of(token_id)
         except KeyError:  # an id that stands for nothing
             return ""
+        if data.isascii() and not self._decoder.buffer:  # the usual case, for a fraction of the decoder's time
+            return data.decode()
         return self._decoder.decode(data)
 
     def flush(self) -> str:

@@ -46,10 +46,14 @@ class TagSplitter:
 
     def __init__(self, tags: Sequence[str]) -> None:
         self._tags = tags
+        self._first_characters = frozenset(tag[0] for tag in tags)
         self._held = ""
 
     def push(self, text: str) -> Iterator[tuple[str, bool]]:
         """Pieces in order, with True for a tag."""
+        if not self._held and self._first_characters.isdisjoint(text):
+            yield text, False
+            return
         self._held += text
         while found := min(((at, tag) for tag in self._tags if (at := self._held.find(tag)) >= 0), default=None):
             at, tag = found
@@ -92,6 +96,8 @@ class TaggedParser:
         self._follows_call = False
 
     def push(self, token_ids: Iterable[int]) -> list[Delta]:
+        if not self._has_tags:
+            return [TextDelta(text) for text in map(self._characters.push, token_ids) if text]
         deltas: list[Delta] = []
         for token_id in token_ids:
             tag = self._tag_of.get(token_id)
@@ -132,8 +138,6 @@ class TaggedParser:
         if self._state is _State.CALL:
             self._body.append(text)
             return []
-        if not self._has_tags:
-            return [TextDelta(text)]
         text = self._space + text
         if self._drops_space:
             text = text.lstrip(_SPACE)

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from resin.recipes import Delta, ReasoningDelta, TextDelta, Tokenizer
+from resin.recipes import Delta, ReasoningDelta, TextDelta, Tokenizer, ToolCallDelta
 from serve.errors import ApiError, invalid, openai_body
 from serve.generation import Ending, TokenLogprob, Update
 from serve.logprobs import chat_logprobs
@@ -17,8 +17,8 @@ from serve.planning import Ask, ToolUse, plan_answer, reasoning_options
 from serve.replies import json_response, read_body, usage_of
 from serve.schemas.chat import ChatRequest, ToolChoice, to_messages, to_tools
 from serve.service import Service, service_of
-from serve.session import Session
-from serve.sse import EventStream
+from serve.session import Choice, Session
+from serve.sse import EventStream, EventTemplate, encode_events
 
 FINISH_REASONS = {
     Ending.STOP: "stop",
@@ -90,6 +90,8 @@ class _Reply:
         options = body.stream_options
         self.includes_usage = bool(options and options.include_usage)
         self.usage_goes_on = bool(options and options.continuous_usage_stats)
+        self._started: set[int] = set()  # choices that have been heard of
+        self._templates: dict[tuple[int, type[Delta]], EventTemplate] = {}  # of events with nothing but text
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -99,6 +101,23 @@ class _Reply:
         if self.includes_usage or self.usage_goes_on:
             chunk["usage"] = usage
         return chunk
+
+    def encode(self, choice: Choice, update: Update, usage: dict[str, Any] | None) -> bytes:
+        """An update as the bytes of its events."""
+        index = choice.index
+        is_first = index not in self._started
+        if len(update.deltas) == 1 and not (is_first or usage or update.ending or update.logprobs):
+            (delta,) = update.deltas
+            if not isinstance(delta, ToolCallDelta):
+                template = self._templates.get((index, type(delta))) or self._add_template(index, type(delta))
+                return template.fill(delta.text)
+        self._started.add(index)
+        return encode_events(self.chunks_of(index, update, usage, is_first=is_first))
+
+    def _add_template(self, index: int, kind: type[TextDelta | ReasoningDelta]) -> EventTemplate:
+        template = EventTemplate(lambda text: self.chunk([_choice_fields(index, _delta_fields(kind(text)))]))
+        self._templates[index, kind] = template
+        return template
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None if self.tokenizer is None else chat_logprobs(entries, self.tokenizer)
@@ -112,26 +131,18 @@ class _Reply:
             deltas.insert(0, {"role": "assistant", "content": ""})
         elif update.logprobs and not deltas:
             deltas.append({"content": ""})
-        choices: list[dict[str, Any]] = [
-            {"index": index, "delta": fields, "logprobs": None, "finish_reason": None} for fields in deltas
-        ]
+        choices = [_choice_fields(index, fields) for fields in deltas]
         if choices and update.logprobs:
             choices[-1]["logprobs"] = self.logprobs(update.logprobs)
         if update.ending is not None:
             finish = FINISH_REASONS[update.ending]
-            choices.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
+            choices.append(_choice_fields(index, {}) | {"finish_reason": finish})
         return [self.chunk([choice], usage) for choice in choices]
 
     async def collect(self, session: Session) -> dict[str, Any]:
         """The whole answer at once."""
-        whole = [Update() for _ in session.choices]
-        async for choice, update in session.updates():
-            for delta in update.deltas:
-                whole[choice.index].add(delta)
-            whole[choice.index].logprobs += update.logprobs
-            whole[choice.index].ending = update.ending
         choices = []
-        for index, update in enumerate(whole):
+        for index, update in enumerate(await session.collect()):
             assert update.ending is not None
             choices.append(
                 {
@@ -142,6 +153,10 @@ class _Reply:
                 }
             )
         return self.head("chat.completion") | {"choices": choices, "usage": usage_of(session)}
+
+
+def _choice_fields(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _delta_fields(delta: Delta) -> dict[str, Any]:
@@ -172,17 +187,14 @@ def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 async def _stream(request: web.Request, session: Session, reply: _Reply) -> web.StreamResponse:
     stream = EventStream(request, session)
-    started: set[int] = set()
     try:
-        async for choice, update in session.updates():
-            usage = usage_of(session) if reply.usage_goes_on else None
-            chunks = reply.chunks_of(choice.index, update, usage, is_first=choice.index not in started)
-            started.add(choice.index)
-            await stream.send(chunks)
+        await stream.forward(
+            lambda choice, update: reply.encode(choice, update, usage_of(session) if reply.usage_goes_on else None)
+        )
         if reply.includes_usage:
-            await stream.send([reply.chunk([], usage_of(session))])
+            await stream.send(encode_events([reply.chunk([], usage_of(session))]))
     except ApiError as error:
         if not stream.has_started:
             raise
-        await stream.send([openai_body(error)])
+        await stream.send(encode_events([openai_body(error)]))
     return await stream.close(b"data: [DONE]\n\n")

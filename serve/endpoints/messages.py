@@ -18,7 +18,7 @@ from serve.schemas.messages import CountRequest, MessagesRequest, to_messages, t
 from serve.schemas.sampling import SamplingFields
 from serve.service import service_of
 from serve.session import Session
-from serve.sse import EventStream
+from serve.sse import EventStream, encode_named
 
 _STOP_REASONS = {
     Ending.STOP: "end_turn",
@@ -38,11 +38,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
             return await _stream(request, session, builder)
-        async for _, update in session.updates():
-            for _event in builder.add(update):
-                pass
-            if update.ending is not None:
-                builder.finish(update.ending, session)
+        (update,) = await session.collect()
+        builder.events_of(update, session)
         return json_response(builder.message)
 
 
@@ -86,7 +83,7 @@ def _ask_of(body: MessagesRequest) -> Ask:
 
 
 class _MessageBuilder:
-    """Grows `message`; `add` yields the stream's events for an update."""
+    """Grows `message`, and says what the stream's events are."""
 
     def __init__(self, model: str) -> None:
         self.message: dict[str, Any] = {
@@ -99,19 +96,23 @@ class _MessageBuilder:
             "stop_sequence": None,
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
+        self._has_started = False
         self._is_open = False
 
-    def start(self, session: Session) -> dict[str, Any]:
-        """The event that opens the stream."""
-        self.message["usage"] = _usage(session)
-        return {"type": "message_start", "message": self.message | {"content": []}}
-
-    def add(self, update: Update) -> Iterator[dict[str, Any]]:
+    def events_of(self, update: Update, session: Session) -> list[dict[str, Any]]:
+        """What an update adds; the first opens the stream, and the one with the ending closes it."""
+        events: list[dict[str, Any]] = []
+        if not self._has_started:
+            self._has_started = True
+            self.message["usage"] = _usage(session)
+            events.append({"type": "message_start", "message": self.message | {"content": []}})
         for delta in update.deltas:
-            yield from self._add_delta(delta)
+            events += self._add_delta(delta)
+        if update.ending is not None:
+            events += self._finish(update.ending, session)
+        return events
 
-    def finish(self, ending: Ending, session: Session) -> list[dict[str, Any]]:
-        """The events that end the stream."""
+    def _finish(self, ending: Ending, session: Session) -> list[dict[str, Any]]:
         self.message["stop_reason"] = _STOP_REASONS[ending]
         self.message["stop_sequence"] = session.choices[0].generation.stop_string
         self.message["usage"] = _usage(session)
@@ -174,15 +175,9 @@ def _usage(session: Session) -> dict[str, Any]:
 async def _stream(request: web.Request, session: Session, builder: _MessageBuilder) -> web.StreamResponse:
     stream = EventStream(request, session)
     try:
-        async for _, update in session.updates():
-            events = list(builder.add(update))
-            if not stream.has_started:
-                events.insert(0, builder.start(session))
-            if update.ending is not None:
-                events += builder.finish(update.ending, session)
-            await stream.send_named(events)
+        await stream.forward(lambda _, update: encode_named(builder.events_of(update, session)))
     except ApiError as error:
         if not stream.has_started:
             raise
-        await stream.send_named([anthropic_body(error)])
+        await stream.send(encode_named([anthropic_body(error)]))
     return await stream.close()

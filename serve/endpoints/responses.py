@@ -11,15 +11,14 @@ from aiohttp import web
 
 from resin.recipes import Message, Role, Text
 from serve.errors import ApiError
-from serve.generation import Ending
 from serve.planning import Ask, ToolUse, plan_answer, reasoning_options
 from serve.replies import json_response, read_body, usage_of
-from serve.response_builder import ResponseBuilder
+from serve.response_builder import Event, ResponseBuilder
 from serve.schemas.responses import FunctionChoice, ResponsesRequest, function_tools, input_messages, schema_of
 from serve.schemas.sampling import SamplingFields
 from serve.service import Service, service_of
 from serve.session import Session
-from serve.sse import EventStream
+from serve.sse import EventStream, encode_named
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -36,11 +35,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         if body.stream:
             response = await _stream(request, session, builder)
         else:
-            ending = Ending.STOP
-            async for _, update in session.updates():
-                builder.add(update)
-                ending = update.ending or ending
-            builder.finish(ending, _usage(session))
+            (update,) = await session.collect()
+            builder.add(update)
+            _finish(builder, session)
             response = json_response(builder.response)
     if body.store is not False and builder.response["status"] in ("completed", "incomplete"):
         service.responses.put(builder.response, [*conversation, builder.turn()])
@@ -150,17 +147,19 @@ def _usage(session: Session) -> dict[str, Any]:
     }
 
 
+def _finish(builder: ResponseBuilder, session: Session) -> list[Event]:
+    ending = session.choices[0].generation.ending
+    assert ending is not None
+    return builder.finish(ending, _usage(session))
+
+
 async def _stream(request: web.Request, session: Session, builder: ResponseBuilder) -> web.StreamResponse:
     stream = EventStream(request, session)
-    ending = Ending.STOP
     try:
-        async for _, update in session.updates():
-            opening = [] if stream.has_started else builder.start()
-            await stream.send_named([*opening, *builder.add(update)])
-            ending = update.ending or ending
-        await stream.send_named(builder.finish(ending, _usage(session)))
+        await stream.forward(lambda _, update: encode_named(builder.add(update)))
+        await stream.send(encode_named(_finish(builder, session)))
     except ApiError as error:
         if not stream.has_started:
             raise
-        await stream.send_named(builder.fail(error))
+        await stream.send(encode_named(builder.fail(error)))
     return await stream.close()
