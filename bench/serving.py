@@ -1,6 +1,6 @@
 """What the HTTP server costs: many streams over a runner of fixed step time, against the bare engine.
 
-    python -m bench.serving [--streams 256] [--tokens 1000] [--step-ms 4] [--output REPORT.json]
+    python -m bench serving [--streams 256] [--tokens 1000] [--step-ms 4] [--runs 3] [--output REPORT.json]
 
 The client runs in a process of its own. A token's text is the number of the step that made it, so its latency is known
 from both clocks, which are one on one machine: from the end of the runner's step to the arrival of its text.
@@ -9,13 +9,20 @@ from both clocks, which are one on one machine: from the end of the runner's ste
 from __future__ import annotations
 
 import argparse
-import asyncio
+import gc
 import json
+import os
+import re
+import select
+import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +33,9 @@ from resin import BatchPlan, Engine, ForwardOutput, RunnerConfig, SamplingParams
 from resin.recipes import Message, Parser, Tool
 from resin.recipes.tagged import TaggedParser, Tags
 from serve import HttpServer, ServerConfig
+
+CLIENT_NAP_S = 0.0005
+"""Between two turns of the client; part of the latency that it reports."""
 
 
 class StepNumberTokenizer:
@@ -71,27 +81,44 @@ class FixedStepRunner:
     def __init__(self, step_s: float, streams: int) -> None:
         self.config = RunnerConfig(vocab_size=StepNumberTokenizer.vocab_size, max_sequences=streams)
         self.tokenizer = StepNumberTokenizer()
-        self.step_ends: list[float] = []
-        self._step_s = step_s
+        self.step_s = step_s
+        self.rows: list[int] = []
+        self.ends_s: list[float] = []
+        self.cpu_s: list[float] = []  # of the engine's thread, at the end of each step
 
     def forward(self, plan: BatchPlan) -> ForwardOutput:
-        if self._step_s:
-            time.sleep(self._step_s)
+        if self.step_s:
+            time.sleep(self.step_s)
         rows = plan.num_sequences
-        output = ForwardOutput(np.full(rows, len(self.step_ends), np.int32), np.arange(rows + 1))
-        self.step_ends.append(time.perf_counter())
+        output = ForwardOutput(np.full(rows, len(self.rows), np.int32), np.arange(rows + 1))
+        self.rows.append(rows)
+        self.cpu_s.append(time.thread_time())
+        self.ends_s.append(time.perf_counter())
         return output
 
+    def full_steps(self) -> tuple[int, int]:
+        """First and last step in which every stream ran."""
+        full = np.flatnonzero(np.asarray(self.rows) == max(self.rows))
+        return int(full[0]), int(full[-1])
 
-def measure_engine(streams: int, tokens: int, step_s: float) -> float:
+    def lost_ms_per_step(self) -> float:
+        """How much longer than its own work and the fixed time a step took: waits for interpreter or core."""
+        first, last = self.full_steps()
+        taken_s = self.ends_s[last] - self.ends_s[first] - (self.cpu_s[last] - self.cpu_s[first])
+        return (taken_s / (last - first) - self.step_s) * 1e3
+
+
+def measure_engine(streams: int, tokens: int, step_s: float) -> dict[str, float]:
     """Tokens/s of the engine alone."""
-    with Engine(FixedStepRunner(step_s, streams)) as engine:
+    runner = FixedStepRunner(step_s, streams)
+    with Engine(runner) as engine:
         for _ in range(streams):
             engine.submit([1, 2, 3, 4], sampling_params=SamplingParams(max_output_tokens=tokens))
-        started = time.perf_counter()
         while engine.has_work():
             engine.step()
-        return streams * tokens / (time.perf_counter() - started)
+    first, last = runner.full_steps()
+    rate = streams * (last - first) / (runner.ends_s[last] - runner.ends_s[first])
+    return {"engine_tokens_per_s": rate, "engine_lost_ms_per_step": runner.lost_ms_per_step()}
 
 
 def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
@@ -105,94 +132,130 @@ def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]
     try:
         if not server.wait_ready(10):
             raise RuntimeError("the server did not start")
-        command = [sys.executable, "-m", "bench.serving", "--client", server.url]
+        command = [sys.executable, "-m", "bench", "serving", "--client", server.url]
         command += ["--streams", str(streams), "--tokens", str(tokens)]
         client = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     finally:
         server.shutdown()
         thread.join()
-    cpu_us = (time.process_time() - cpu_started_s) * 1e6
+    cpu_s = time.process_time() - cpu_started_s
     arrivals = np.asarray(client["arrivals"])
-    latencies_ms = (arrivals[:, 1] - np.asarray(runner.step_ends)[arrivals[:, 0].astype(int)]) * 1e3
+    latencies_ms = (arrivals[:, 1] - np.asarray(runner.ends_s)[arrivals[:, 0].astype(int)]) * 1e3
     return {
         "tokens_per_s": client["tokens_per_s"],
         "tokens_per_event": client["tokens"] / client["events"],
-        "cpu_us_per_token": cpu_us / client["tokens"],
+        "server_cpu_us_per_token": cpu_s * 1e6 / client["tokens"],
+        "client_cpu_us_per_token": client["cpu_s"] * 1e6 / client["tokens"],
+        "lost_ms_per_step": runner.lost_ms_per_step(),
         "added_latency_p50_ms": float(np.percentile(latencies_ms, 50)),
         "added_latency_p99_ms": float(np.percentile(latencies_ms, 99)),
     }
 
 
-async def run_client(url: str, streams: int, tokens: int) -> dict[str, Any]:
-    """Opens all streams and reads them to their ends."""
+def run_client(url: str, streams: int, tokens: int) -> dict[str, Any]:
+    """Opens all streams and reads them to their ends. What arrived is parsed afterwards, so that reading keeps pace."""
     place = urlsplit(url)
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    arrivals: list[tuple[int, float]] = []
-    firsts: list[float] = []
-    lasts: list[float] = []
-    events = 0
-
-    async def read_stream() -> None:
-        nonlocal events
-        reader, writer = await asyncio.open_connection(place.hostname, place.port)
-        writer.write(head.encode() + body)
-        is_first = True
-        now = 0.0
-        while line := await reader.readline():
-            if not line.startswith(b'data: {"id"'):
-                continue
-            numbers = json.loads(line[6:])["choices"][0]["delta"].get("content", "").split()
-            if numbers:
-                now = time.perf_counter()
-                if is_first:
-                    firsts.append(now)
-                is_first = False
-                events += 1
-                arrivals.extend((int(number), now) for number in numbers)
-        lasts.append(now)
-        writer.close()
-
-    await asyncio.gather(*(read_stream() for _ in range(streams)))
-    if len(arrivals) != streams * tokens:
-        raise RuntimeError(f"{len(arrivals)} tokens arrived, expected {streams * tokens}")
+    gc.disable()  # the parts pile up, and walking through them again and again would take the client's core
+    sockets: dict[int, tuple[socket.socket, list[tuple[float, bytes]]]] = {}
+    poll = select.epoll()
+    for _ in range(streams):
+        connection = socket.create_connection((place.hostname or "", place.port or 0))
+        connection.sendall(head.encode() + body)
+        sockets[connection.fileno()] = connection, []
+        poll.register(connection, select.EPOLLIN)
+    cpu_started_s = time.process_time()
+    running = streams
+    while running:
+        for number, _ in poll.poll():
+            connection, parts = sockets[number]
+            if data := connection.recv(1 << 16):
+                parts.append((time.perf_counter(), data))
+            else:
+                poll.unregister(number)
+                connection.close()
+                running -= 1
+        # Many sockets a turn: woken for each, the client would cost the server's core as much as the server does.
+        time.sleep(CLIENT_NAP_S)
+    cpu_s = time.process_time() - cpu_started_s
+    read = [read_parts(parts, tokens) for _, parts in sockets.values()]
+    arrivals = [arrival for stream, _ in read for arrival in stream]
     # Rates count only while every stream runs: streams are let in four a step, and end one after another.
-    begin_s, end_s = max(firsts), min(lasts)
+    begin_s, end_s = max(stream[0][1] for stream, _ in read), min(stream[-1][1] for stream, _ in read)
     steady = [arrival for arrival in arrivals if begin_s <= arrival[1] < end_s]
     if len(steady) < len(arrivals) / 2:  # too short for that: the whole time instead
-        begin_s, end_s, steady = min(firsts), max(lasts), arrivals
+        begin_s, end_s = min(stream[0][1] for stream, _ in read), max(stream[-1][1] for stream, _ in read)
+        steady = arrivals
     return {
         "tokens": len(arrivals),
-        "events": events,
+        "events": sum(events for _, events in read),
+        "cpu_s": cpu_s,
         "tokens_per_s": len(steady) / (end_s - begin_s),
         "arrivals": steady[:: max(1, len(steady) // 100_000)],
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_parts(parts: Sequence[tuple[float, bytes]], tokens: int) -> tuple[list[tuple[int, float]], int]:
+    """Step number and arrival of every token of a stream, and how many events brought them.
+
+    Raises:
+        RuntimeError: not all tokens came, or not in the order of their steps.
+    """
+    ends = list(accumulate(len(data) for _, data in parts))
+    arrivals: list[tuple[int, float]] = []
+    events = 0
+    for event in _EVENT.finditer(b"".join(data for _, data in parts)):
+        numbers = json.loads(event[1])["choices"][0]["delta"].get("content", "").split()
+        events += bool(numbers)
+        arrived_s = parts[bisect_left(ends, event.end())][0]
+        arrivals += ((int(number), arrived_s) for number in numbers)
+    if len(arrivals) != tokens or any(later[0] <= earlier[0] for earlier, later in pairwise(arrivals)):
+        raise RuntimeError(f"a stream brought {len(arrivals)} tokens, expected {tokens} in order")
+    return arrivals, events
+
+
+def measure(streams: int, tokens: int, step_s: float, runs: int) -> dict[str, Any]:
+    """Engine and server by turns, `runs` times: the medians, and the server's share of each run."""
+    found = []
+    for _ in range(runs):
+        run = measure_engine(streams, tokens, step_s) | measure_server(streams, tokens, step_s)
+        found.append(run | {"share": run["tokens_per_s"] / run["engine_tokens_per_s"]})
+    medians: dict[str, Any] = {name: statistics.median(run[name] for run in found) for name in found[0]}
+    return medians | {"shares": [run["share"] for run in found]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--step-ms", type=float, default=4.0)
+    parser.add_argument("--runs", type=int, default=3, help="of which the median counts; default %(default)s")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.client:
-        print(json.dumps(asyncio.run(run_client(args.client, args.streams, args.tokens))))
+        print(json.dumps(run_client(args.client, args.streams, args.tokens)))
         return
     report: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens}
-    for name, step_s in ((f"step {args.step_ms:g} ms", args.step_ms / 1e3), ("step 0 ms", 0.0)):
-        engine = measure_engine(args.streams, args.tokens, step_s)
-        server = measure_server(args.streams, args.tokens, step_s)
-        report[name] = {"engine_tokens_per_s": engine, "share": server["tokens_per_s"] / engine, **server}
-        print(
-            f"{name}: engine {engine:,.0f} tokens/s, server {server['tokens_per_s']:,.0f} "
-            f"({report[name]['share']:.3f} of it), {server['tokens_per_event']:.1f} tokens an event, "
-            f"{server['cpu_us_per_token']:.1f} us of CPU a token, added latency p50 "
-            f"{server['added_latency_p50_ms']:.1f} ms, p99 {server['added_latency_p99_ms']:.1f} ms"
-        )
+    # Without a step time a stream is over before many others are let in, unless it is longer.
+    cases = ((args.step_ms / 1e3, args.tokens), (0.0, args.tokens * 10))
+    for step_s, tokens in cases:
+        name, load = f"step {step_s * 1e3:g} ms", os.getloadavg()[0]
+        found = report[name] = measure(args.streams, tokens, step_s, args.runs) | {"load_average": load}
+        print(_TEXT.format(name=name, each=", ".join(f"{share:.3f}" for share in found["shares"]), **found))
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+_EVENT = re.compile(rb'data: (\{"id".*\})\n\n')
+_TEXT = """{name}: engine {engine_tokens_per_s:,.0f} tokens/s, server {tokens_per_s:,.0f} ({share:.3f} of it; {each})
+  {tokens_per_event:.1f} tokens an event, added latency p50 {added_latency_p50_ms:.1f} ms, \
+p99 {added_latency_p99_ms:.1f} ms
+  CPU a token: server {server_cpu_us_per_token:.1f} us, client {client_cpu_us_per_token:.1f} us; \
+a step waits {lost_ms_per_step:.2f} ms (alone {engine_lost_ms_per_step:.2f}); load average {load_average:.1f}"""
 
 
 if __name__ == "__main__":
