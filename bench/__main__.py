@@ -1,4 +1,4 @@
-"""`python -m bench NAME ...`: each subcommand is the `main(argv)` of the module of that name."""
+"""`python -m bench NAME ...`: each subcommand is the `main(argv)` of the module of that name, with _ for -."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ COMMANDS = {
     "readme_table": "the README's benchmark table from the checked-in results",
     "coldstart": "process start to first token, by phase",
     "serve": "drive a running server with a request trace",
+    "serving": "what the HTTP server costs beside the bare engine",
+    "check-server": "does a server that speaks OpenAI's API keep its promises?",
     "kernels": "check and time each kernel",
     "cpu_compare": "CPU speed against transformers",
     "cloc": "code size by component",
@@ -26,7 +28,7 @@ def main(argv: list[str]) -> int:
         for name, text in COMMANDS.items():
             print(f"  {name:12} {text}")
         return 0 if argv in ([], ["-h"], ["--help"]) else 2
-    return int(importlib.import_module(f"bench.{argv[0]}").main(argv[1:]) or 0)
+    return int(importlib.import_module(f"bench.{argv[0].replace('-', '_')}").main(argv[1:]) or 0)
 
 
 if __name__ == "__main__":
