@@ -155,39 +155,6 @@ async def _read_some(post: Callable[..., Any], request: dict[str, Any], stream: 
         await response.read()
 
 
-async def test_a_thousand_disconnects_leave_nothing_behind() -> None:
-    runner = ScriptedRunner(default=LONG, step_s=0.0005)
-    with running_server(runner) as server:
-        payload = json.dumps(body(stream=True)).encode()
-        request = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: " + str(len(payload)).encode() + b"\r\n\r\n" + payload
-        )
-
-        async def leave(number: int) -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(request)
-            await writer.drain()
-            if number % 3:
-                await reader.read(1 if number % 3 == 1 else 2000)
-            writer.transport.abort()
-
-        for start in range(0, 1000, 50):
-            await asyncio.gather(*(leave(number) for number in range(start, start + 50)))
-        async with connected(server) as post:
-            assert await _status(post, body(max_tokens=5)) == 200
-
-        def is_quiet() -> bool:
-            steps = runner.steps
-            time.sleep(0.05)
-            return steps == runner.steps
-
-        await wait_until(is_quiet, 10)
-        found = await metrics(server)
-        assert found["resin_http_active_sessions"] == found["resin_http_queue_depth"] == 0
-        assert found["resin_http_requests_in_progress"] == 1  # this very scrape
-
-
 async def test_a_client_that_does_not_read_is_cancelled_and_others_are_not() -> None:
     # Logprobs make the events large, so the socket's buffers fill soon.
     runner = ScriptedRunner(default=LONG)
