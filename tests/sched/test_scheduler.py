@@ -441,3 +441,28 @@ def test_a_runner_without_cache_groups_lets_everybody_in() -> None:
         engine.submit([1], sampling_params=SamplingParams(max_output_tokens=50))
         engine.step()
     assert engine.scheduler.num_running == 3
+
+
+@RUNNERS
+def test_a_blocked_prefill_of_better_rank_takes_pages_from_a_row_that_decodes(runner_class: type[PagedFake]) -> None:
+    config = fake_config((history_group(),), max_sequences=2)
+    runner = runner_class(config)
+    policy = Policy(max_prefill_streak=1, max_plan_tokens=4)
+    with Engine(runner, cache_pages=1 + 22, context_length=84, policy=policy) as engine:
+        young = engine.submit(prompt(8), sampling_params=greedy(70))
+        for _ in range(4):
+            engine.step()
+        old = engine.submit(prompt(64, 1), sampling_params=greedy(5), priority=5)
+        gap = longest = 0
+        while not old.is_finished:
+            plans = len(runner.plans)
+            engine.step()
+            engine.scheduler.check_integrity()
+            for plan in runner.plans[plans:]:
+                gap = 0 if old.id in plan.request_ids else gap + 1
+                longest = max(longest, gap)
+        assert young.retractions == 1 and old.retractions == 0 and longest <= 2
+        run(engine)
+        for request in (young, old):
+            count = len(request.output_ids)
+            assert request.output_ids == expected_tokens(config, request.prompt_ids.tolist(), count)
