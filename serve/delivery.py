@@ -13,8 +13,12 @@ from resin import FinishReason
 from resin.events import FinishedEvent
 from serve.actor import EngineActor, Job, Receiver, Rejected
 
-MAX_ROUND_S = 0.003
-"""After this long a round leaves the receivers that are still to flush to the next one, where they come first."""
+ROUND_PER_WAIT = 0.75
+"""Seconds that a round may take for each that the engine's last step waited. The receivers that are still to flush then
+are left to the next round, where they come first."""
+
+MIN_ROUND_S = 0.001
+"""What a round may take in any case."""
 
 REST_PER_BUSY = 0.25
 """Seconds of rest after each second that rounds kept the loop busy. An engine that never waits for its runner still
@@ -100,9 +104,10 @@ class Delivery:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        assert self._actor is not None
         started_s = self._loop.time()
         try:
-            self.deliver(started_s + MAX_ROUND_S)
+            self.deliver(started_s + max(ROUND_PER_WAIT * self._actor.waited_s, MIN_ROUND_S))
         finally:
             now_s = self._loop.time()
             self._rest_until_s = now_s + (now_s - started_s) * REST_PER_BUSY

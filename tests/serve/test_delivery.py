@@ -16,7 +16,7 @@ import pytest
 from resin import BatchPlan, Engine, FinishReason, ForwardOutput, Request, SamplingParams
 from resin.events import FinishedEvent, TokensEvent
 from serve.actor import EngineActor, Job
-from serve.delivery import MAX_ROUND_S, PATIENCE_S, REST_PER_BUSY, Delivery
+from serve.delivery import MIN_ROUND_S, PATIENCE_S, REST_PER_BUSY, ROUND_PER_WAIT, Delivery
 
 
 class StillLoop:
@@ -64,13 +64,13 @@ class Recorder:
 class Rounds:
     """Three recorders behind a Delivery."""
 
-    def __init__(self, flush_s: float) -> None:
+    def __init__(self, flush_s: float, *, waited_s: float = 0.01) -> None:
         self.flush_s = flush_s
         self.loop = StillLoop()
         self.flushed: list[tuple[int, list[int]]] = []
         self._requests = tuple(cast(Request, SimpleNamespace(id=number)) for number in range(3))
         jobs = {number: Job((1,), SamplingParams(), Recorder(self, number), 0.0) for number in range(3)}
-        self._actor = SimpleNamespace(outbox=deque(), jobs=jobs)
+        self._actor = SimpleNamespace(outbox=deque(), jobs=jobs, waited_s=waited_s)
         self._delivery = Delivery(cast(asyncio.AbstractEventLoop, self.loop))
         self._delivery.attach(cast(EngineActor, self._actor))
 
@@ -83,8 +83,9 @@ class Rounds:
             self.loop.soon.pop(0)()
 
 
-def test_a_long_round_leaves_the_rest_to_the_next_where_it_comes_first() -> None:
-    rounds = Rounds(flush_s=0.6 * MAX_ROUND_S)
+@pytest.mark.parametrize("waited_s", [0.0, 0.02])
+def test_a_long_round_leaves_the_rest_to_the_next_where_it_comes_first(waited_s: float) -> None:
+    rounds = Rounds(flush_s=0.6 * max(waited_s * ROUND_PER_WAIT, MIN_ROUND_S), waited_s=waited_s)
     rounds.step(7)
     assert rounds.flushed == [(0, [7]), (1, [7])]
     rounds.loop.now_s += 1
