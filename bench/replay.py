@@ -30,6 +30,7 @@ from resin import (
     StateGroup,
 )
 from resin.plan import build_plan, plan_layout, smallest_bucket
+from resin.plan.cache import FP8_DTYPE, fp8_scales
 from resin.plan.layout import SEQUENCE_FLOATS, SEQUENCE_INTS
 from resin.record import Recording, Step
 
@@ -252,12 +253,15 @@ def build_runner(args: argparse.Namespace, recording: Recording) -> Any:
         from resin.runtime import RunnerOptions, load_runner
 
         config = recording.config
+        scales = list(fp8_scales(config.groups).values())
         options = RunnerOptions(
             max_sequences=config.max_sequences,
             max_context_tokens=config.max_context_tokens,
             decode_sequences=tuple(sorted({b.sequences for b in config.buckets if b.phase is Phase.DECODE})),
             prefill_tokens=tuple(sorted({b.tokens for b in config.buckets if b.phase is Phase.PREFILL})),
             cache_dtype=config.arena_dtype,
+            kv_dtype=FP8_DTYPE if scales else None,
+            kv_scale=scales[0] if scales else 1.0,
         )
         runner = load_runner(args.model, options)
     for name in ("groups", "geometry", "max_sequences"):

@@ -44,6 +44,7 @@ def case_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         row["device"],
         row["model"],
         row.get("dtype"),
+        row.get("cache_dtype"),
         row["phase"],
         row["context_tokens"],
         row["sequences"],

@@ -8,8 +8,8 @@ must give finite numbers and, run twice, the same tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -43,9 +43,10 @@ class PlainForward:
     model: AbstractModel
     weights: tuple[jax.Array, ...]
     dtype: str
+    fp8_scales: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._program = jax.jit(partial(_last_logprobs, self.model))
+        self._program = jax.jit(partial(_last_logprobs, self.model, self.fp8_scales))
 
     def logprobs(self, prompt: np.ndarray, outputs: Sequence[int]) -> np.ndarray:
         """float32 [outputs, V]: the distribution that each output token was drawn from."""
@@ -57,10 +58,14 @@ class PlainForward:
 
 
 def _last_logprobs(
-    abstract: AbstractModel, weights: Sequence[jax.Array], ids: jax.Array, first: jax.Array
+    abstract: AbstractModel,
+    fp8_scales: Mapping[str, float],
+    weights: Sequence[jax.Array],
+    ids: jax.Array,
+    first: jax.Array,
 ) -> jax.Array:
     model = abstract.merge(weights)
-    context = DenseContext(ids)
+    context = DenseContext(ids, fp8_scales=fp8_scales)
     hidden = lax.dynamic_slice_in_dim(model(context), first, OUTPUT_TOKENS)
     return jax.nn.log_softmax(model.logits(context, hidden), axis=-1)
 

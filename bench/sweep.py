@@ -29,6 +29,7 @@ from bench.roofline import CeilingProbe, Ceilings, Work, WorkCounter
 from bench.shapes import SHAPES
 from bench.step_check import PlainForward, check_repeatable, check_tokens
 from resin import InvalidRequest, Phase, SamplingParams
+from resin.plan.cache import FP8_DTYPE, fp8_scales
 from resin.runtime import RunnerOptions
 from resin.runtime.options import KERNELS
 
@@ -44,6 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--balanced-experts", action="store_true", help="tokens take experts in turn")
     model.add_argument("--kernels", choices=KERNELS, help="default: triton on GPU, reference on CPU")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
+    model.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
     cases = parser.add_argument_group("cases")
     cases.add_argument("--context-lengths", type=_sizes, default=(1024,), help="tokens a sequence, comma-separated")
     cases.add_argument("--batch-sizes", type=_sizes, default=(1, 8, 32, 128), help="sequences, comma-separated")
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = build_cases(args)
     choice = ModelChoice(args.model, args.shape, args.checkpoint, args.dummy, args.balanced_experts)
     started = time.perf_counter()
-    setup = build_setup(choice, cases, RunnerOptions(dtype=args.dtype, kernels=args.kernels))
+    setup = build_setup(choice, cases, RunnerOptions(dtype=args.dtype, kernels=args.kernels, kv_dtype=args.kv_dtype))
     print(f"ready after {time.perf_counter() - started:.1f} s; {setup.runner.ledger}", file=sys.stderr)
     rows = run_cases(args, cases, setup, choice)
     if args.output is not None:
@@ -133,7 +135,7 @@ def run_cases(
     """Checks every case, then times all of them in turns; prints and returns one row a case."""
     runner, config = setup.runner, setup.spec.config
     params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    plain = PlainForward(setup.spec.model, setup.weights, setup.spec.dtype)
+    plain = PlainForward(setup.spec.model, setup.weights, setup.spec.dtype, fp8_scales(config.groups))
     counter = WorkCounter(setup.spec.model, config, balanced=args.balanced_experts)
     plans = [resident_plan(case, config, setup.num_pages, params) for case in cases]
     memory = memory_use(setup)
@@ -184,7 +186,7 @@ def case_row(
         "context_tokens": case.context_tokens,
         "bucket": str(bucket),
         "dtype": setup.spec.dtype,
-        "cache_dtype": setup.spec.config.arena_dtype,
+        "cache_dtype": FP8_DTYPE if fp8_scales(setup.spec.config.groups) else setup.spec.config.arena_dtype,
         "ms": resident.median_ms,
         "ms_rounds": resident.step_ms,
         "launches": resident.launches,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from resin.models.context import DenseContext
+from resin.plan.cache import fp8_scales
 
 if TYPE_CHECKING:
     from resin.runtime import ModelRunner
@@ -52,11 +53,11 @@ class PlainForward:
     def __init__(self, runner: ModelRunner, context: int) -> None:
         self._context = -(-context // BLOCK_TOKENS) * BLOCK_TOKENS
         self._weights = runner.weights
-        abstract = runner.model
+        abstract, scales = runner.model, fp8_scales(runner.config.groups)
 
         @jax.jit
         def hidden(weights: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
-            return abstract.merge(weights)(DenseContext(token_ids))
+            return abstract.merge(weights)(DenseContext(token_ids, fp8_scales=scales))
 
         @jax.jit
         def head(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ is a plan over the arena. T tokens, H query heads, K KV heads, D head size: all 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 from resin.models.grouped import grouped_experts
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope, rotate
+from resin.pallas_kernels.fp8 import round_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +210,17 @@ class Context(abc.ABC):
 
 
 class DenseContext(Context):
-    """One whole sequence, nothing remembered: for training, goldens and tests."""
+    """One whole sequence, nothing remembered: for training, goldens and tests.
 
-    def __init__(self, token_ids: jax.Array, tp: int = 1) -> None:
+    Args:
+        token_ids: int32 [T].
+        tp: devices on the mesh axis "tp".
+        fp8_scales: by cache group; its keys and values are rounded as a cache of 8-bit floats would round them.
+    """
+
+    def __init__(self, token_ids: jax.Array, tp: int = 1, fp8_scales: Mapping[str, float] | None = None) -> None:
         super().__init__(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), tp)
+        self._fp8_scales = fp8_scales or {}
 
     def attend(
         self,
@@ -223,6 +231,8 @@ class DenseContext(Context):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         tokens, heads, width = query.shape
+        if (scale := self._fp8_scales.get(layer.group)) is not None:
+            key, value = ((round_fp8(x, scale).astype(jnp.float32) * scale).astype(x.dtype) for x in (key, value))
         grouped = query.reshape(tokens, layer.kv_heads, heads // layer.kv_heads, width)
         scores = jnp.einsum("tkgd,skd->kgts", grouped, key, preferred_element_type=jnp.float32) * layer.scale
         if layer.softcap is not None:

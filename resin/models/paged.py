@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
 from resin.models.shift import shift_chunks
+from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, Backend, Kernels, pick_kernels
 from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
+from resin.plan.cache import FP8_DTYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,13 @@ class PlaneRows:
         rows_per_page: vectors a page.
         first_row: vectors before the plane.
         page_entries: entries a page, the stride between two rows of the plane.
+        fp8_scale: of 8-bit floats; None if the values are the arena's own.
     """
 
     rows_per_page: int
     first_row: int
     page_entries: int
+    fp8_scale: float | None = None
 
 
 class PagedContext(Context):
@@ -72,7 +77,7 @@ class PagedContext(Context):
         if group_name not in self._groups:
             raise InvalidRequest("group", group_name, f"one of {sorted(self._groups)}")
         group, fill = self._groups[group_name]
-        return _plane_rows(group, fill, plane_name, self.arena.shape[1])
+        return _plane_rows(group, fill, plane_name, self.arena)
 
     def attend(
         self,
@@ -114,6 +119,7 @@ class PagedContext(Context):
                 q_norm=None if norms is None else norms[0].weight[...],
                 k_norm=None if norms is None else norms[1].weight[...],
                 eps=1e-6 if norms is None else norms[0].eps,
+                fp8_scale=rows.fp8_scale,
             )
         return self._attend_pages(layer, query, sinks)
 
@@ -190,6 +196,7 @@ class PagedContext(Context):
             "window": layer.window,
             "sinks": sinks,
             "softcap": layer.softcap,
+            "fp8_scale": rows.fp8_scale,
         }
         page_indptr, page_ids = columns[f"page_indptr:{layer.group}"], columns[f"page_ids:{layer.group}"]
         seq_lens, first_position = columns["seq_lens"], columns[f"first_position:{layer.group}"]
@@ -227,7 +234,8 @@ class PagedContext(Context):
     def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
         with jax.named_scope("recall"):
             index = self._state_index(layer, x.shape[1], "input")
-            held = self.arena.reshape(-1, x.shape[1]).at[index].get(mode="promise_in_bounds").astype(x.dtype)
+            held = self.arena.reshape(-1, x.shape[1]).at[index].get(mode="promise_in_bounds")
+            held = _from_arena(held).astype(x.dtype)
             fresh = (self.columns["row_flags"] & RowFlag.FRESH_STATE) != 0
             held = jnp.where(fresh[:, None, None], 0, held)
             if self.phase is Phase.DECODE:
@@ -243,7 +251,7 @@ class PagedContext(Context):
         if layer.group not in self._groups:
             raise InvalidRequest("group", layer.group, f"one of {sorted(self._groups)}")
         group, fill = self._groups[layer.group]
-        before, per_page = _first_row(group, 1, layer.plane), self.arena.shape[1] // width
+        before, per_page = _first_row(group, 1, layer.plane, self.arena.dtype), self.arena.shape[1] // width
         row = before + layer.index * layer.taps + np.arange(layer.taps)
         pages = self.columns[f"{side}_pages:{layer.group}"].reshape(-1, fill.pages_per_state)[:, row // per_page]
         return pages * per_page + jnp.asarray(row % per_page, jnp.int32)[None, :]
@@ -252,7 +260,7 @@ class PagedContext(Context):
         width = vectors.shape[-1]
         flat = self.arena.reshape(-1, width)
         index = self._state_index(layer, width, "output")
-        flat = flat.at[index].set(vectors.astype(flat.dtype), mode="promise_in_bounds")
+        flat = flat.at[index].set(_to_arena(vectors, flat.dtype), mode="promise_in_bounds")
         self.arena = flat.reshape(self.arena.shape)
 
     def _append(self, layer: AttentionLayer, rows: PlaneRows, key_row: int, vectors: jax.Array) -> None:
@@ -262,23 +270,44 @@ class PagedContext(Context):
             offsets = self.columns[f"append_offsets:{layer.group}"]
             heads = key_row + rows.page_entries * jnp.arange(2 * layer.kv_heads, dtype=jnp.int32)
             index = (pages * rows.rows_per_page + offsets)[:, None] + heads[None, :]
-            flat = self.arena.reshape(-1, layer.head_dim)
-            flat = flat.at[index].set(vectors.astype(flat.dtype), mode="promise_in_bounds")
+            words = _to_arena(vectors, self.arena.dtype, rows.fp8_scale)
+            flat = self.arena.reshape(-1, words.shape[-1])
+            flat = flat.at[index].set(words, mode="promise_in_bounds")
             self.arena = flat.reshape(self.arena.shape)
 
 
-def _plane_rows(group: CacheGroup, fill: GroupGeometry, plane_name: str, page_elements: int) -> PlaneRows:
+def _to_arena(vectors: jax.Array, dtype: Any, fp8_scale: float | None = None) -> jax.Array:
+    """What the arena holds for these vectors; 16-bit integers stand for the bits of bfloat16."""
+    if fp8_scale is not None:
+        return pack_fp8(vectors, dtype, fp8_scale)
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(vectors.astype(jnp.bfloat16), jnp.uint16)
+    return vectors.astype(dtype)
+
+
+def _from_arena(words: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(words, jnp.bfloat16) if words.dtype == jnp.uint16 else words
+
+
+def _plane_rows(group: CacheGroup, fill: GroupGeometry, plane_name: str, arena: jax.Array) -> PlaneRows:
     if isinstance(group, StateGroup):
         raise InvalidRequest("group", group.name, "a History or Window group")
-    width = next((plane.width for plane in group.planes if plane.name == plane_name), 1)
-    return PlaneRows(page_elements // width, _first_row(group, fill.page_entries, plane_name), fill.page_entries)
+    first_row = _first_row(group, fill.page_entries, plane_name, arena.dtype)
+    plane = next(plane for plane in group.planes if plane.name == plane_name)
+    itemsize = jnp.dtype(arena.dtype).itemsize
+    return PlaneRows(
+        rows_per_page=arena.shape[1] * itemsize // plane.vector_bytes(str(arena.dtype)),
+        first_row=first_row,
+        page_entries=fill.page_entries,
+        fp8_scale=plane.scale if plane.dtype == FP8_DTYPE else None,
+    )
 
 
-def _first_row(group: CacheGroup, entries: int, plane_name: str) -> int:
-    """Vectors of a plane's width that the planes before it take."""
+def _first_row(group: CacheGroup, entries: int, plane_name: str, arena_dtype: Any) -> int:
+    """Vectors of a plane's size that the planes before it take."""
     before = 0
     for plane in group.planes:
         if plane.name == plane_name:
-            return before // plane.width
-        before += plane.rows * entries * plane.width
+            return before // plane.vector_bytes(str(arena_dtype))
+        before += entries * plane.bytes_per_entry(str(arena_dtype))
     raise InvalidRequest("plane", plane_name, f"one of {[plane.name for plane in group.planes]}")

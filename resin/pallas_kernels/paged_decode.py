@@ -6,7 +6,8 @@ window admits; a sink adds exp(sinks[h]) to the denominator.
 Arena layout: `[num_pages, page_elements]`. A layer's keys are `[kv_heads, page_entries, head_dim]`, `key_row` rows of
 head_dim elements after the start of a page; its values likewise at `value_row`. Rows are addressed as
 `page * (page_elements / head_dim) + row`, which stays below 2^31 where element indices do not. Both offsets are
-operands, not constants, so that all layers of a model share one compiled kernel.
+operands, not constants, so that all layers of a model share one compiled kernel. Vectors of 8-bit floats take half the
+elements and come in two pieces (`fp8`): scores are the sum of two products, and sums of values are two tiles.
 
 Grid: (splits, kv_heads, B). A program packs the query heads of one KV head into the 16 rows that a tensor-core
 product needs and walks its share of the sequence's blocks with an online softmax; shares are cut from the actual
@@ -25,7 +26,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.tiles import LOG2E, MASKED, MIN_ROWS, exp2_affine, load_rows, tile_dot
+from resin.pallas_kernels.fp8 import check_kernel_arena, unpack_fp8, vector_pieces
+from resin.pallas_kernels.tiles import (
+    LOG2E,
+    MASKED,
+    MIN_ROWS,
+    dot_pieces,
+    exp2_affine,
+    load_rows,
+    piece_lanes,
+    tile_dot,
+)
 
 # Tokens of one sequence and of all sequences that the reference handles at once: enough for the matrix routines of a
 # CPU, few enough that short rows beside a long one waste little (16 sequences: 64 tokens beat 128 by a third).
@@ -79,6 +90,7 @@ def paged_decode_attention(
     window: int | None = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
+    fp8_scale: float | None = None,
     counters: jax.Array | None = None,
     cores: int = 132,
     tiles: DecodeTiles | None = None,
@@ -99,6 +111,8 @@ def paged_decode_attention(
         window: positions that a query sees, its own included; None sees all.
         sinks: float32 `[H]` logits that take part in the softmax and carry no value.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        fp8_scale: keys and values are e4m3, two to an element of a uint16 arena, times this; None for q's dtype. Rows
+            are then of D / 2 elements.
         counters: int32 `[at least B * kv_heads]` zeros, given back as zeros: pass the result to the next layer's call,
             or None to have XLA clear new ones (one more kernel).
         cores: multiprocessors of the GPU, which the number of splits follows.
@@ -111,12 +125,16 @@ def paged_decode_attention(
     sequences, heads, width = q.shape
     if tiles is None:
         tiles = choose_decode_tiles(sequences, kv_heads, page_ids.shape[0] * page_entries, cores)
+    check_kernel_arena(arena.dtype, fp8_scale)
+    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
     spec = _Spec(
         group=heads // kv_heads,
-        width=width,
+        width=elements,
+        pieces=width // elements,
         page_entries=page_entries,
-        rows_per_page=arena.shape[1] // width,
-        scale=scale,
+        rows_per_page=arena.shape[1] // elements,
+        scale=scale if fp8_scale is None else scale * fp8_scale,
+        value_scale=fp8_scale or 1.0,
         window=window,
         has_sinks=sinks is not None,
         softcap=softcap,
@@ -128,7 +146,7 @@ def paged_decode_attention(
         counters = jnp.zeros((sequences * kv_heads,), jnp.int32)
     out, used = _call(
         spec,
-        (q, arena.reshape(-1, width), page_indptr, page_ids, seq_lens, first_position, planes),
+        (q, arena.reshape(-1, elements), page_indptr, page_ids, seq_lens, first_position, planes),
         None if sinks is None else sinks.astype(jnp.float32),
         counters if tiles.splits > 1 else None,
     )
@@ -166,10 +184,12 @@ class _Spec:
     """Everything static about one call."""
 
     group: int
-    width: int
+    width: int  # of a piece
+    pieces: int
     page_entries: int
     rows_per_page: int
     scale: float
+    value_scale: float
     window: int | None
     has_sinks: bool
     softcap: float | None
@@ -188,8 +208,12 @@ class _Spec:
 
     @property
     def columns(self) -> int:
-        """Head width, rounded up to a power of two."""
+        """Width of a piece, rounded up to a power of two."""
         return pl.next_power_of_2(self.width)
+
+    def lanes(self, piece: int) -> jax.Array:
+        """Columns of q, of the result and of partial sums that belong to a piece."""
+        return piece_lanes(piece, self.width, jnp.arange(self.columns, dtype=jnp.int32))
 
 
 def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, planes_ref, *refs, spec: _Spec):
@@ -212,13 +236,16 @@ def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, p
         rows = jnp.arange(spec.rows, dtype=jnp.int32)
         inside = (rows < spec.group)[:, None] & (lanes < spec.width)[None, :]
         heads = head * spec.group + rows
-        q = plgpu.load(q_ref.at[sequence, heads[:, None], lanes[None, :]], mask=inside, other=0)
+        q = tuple(
+            plgpu.load(q_ref.at[sequence, heads[:, None], spec.lanes(piece)[None, :]], mask=inside, other=0)
+            for piece in range(spec.pieces)
+        )
         walk = functools.partial(
             _attend_block, q, arena_ref, ids_ref, indptr_ref[sequence], planes_ref, head, start, oldest, entries, spec
         )
         top = jnp.full((spec.rows,), MASKED, jnp.float32)
         total = jnp.zeros((spec.rows,), jnp.float32)
-        out = jnp.zeros((spec.rows, spec.columns), jnp.float32)
+        out = (jnp.zeros((spec.rows, spec.columns), jnp.float32),) * spec.pieces
         first_block = split * share
         top, total, out = lax.fori_loop(first_block, jnp.minimum(first_block + share, blocks), walk, (top, total, out))
         if spec.tiles.splits == 1:
@@ -238,9 +265,10 @@ def _attend_block(
     pages = plgpu.load(ids_ref.at[row_first + entry // spec.page_entries], mask=held, other=0)
     rows = pages * spec.rows_per_page + head * spec.page_entries + entry % spec.page_entries
     inside = held[:, None] & (lanes < spec.width)[None, :]
-    keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, q.dtype)
-    values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, q.dtype)
-    scores = tile_dot(q, keys, trans_b=True)
+    keys, values = (
+        load_rows(arena_ref, rows + planes_ref[plane], lanes, inside, q[0].dtype, spec.pieces > 1) for plane in (0, 1)
+    )
+    scores = dot_pieces(q, keys)
     factor = spec.scale * LOG2E
     if spec.softcap is not None:
         scores = jnp.tanh(scores * (spec.scale / spec.softcap))
@@ -251,21 +279,28 @@ def _attend_block(
     weights = exp2_affine(scores, factor, new_top[:, None], interpret=spec.interpret)
     keep = exp2_affine(top, 1.0, new_top, interpret=spec.interpret)
     total = total * keep + jnp.sum(weights, axis=1)
-    out = out * keep[:, None] + tile_dot(weights.astype(q.dtype), values)
+    out = tuple(
+        part * keep[:, None] + tile_dot(weights.astype(q[0].dtype), value)
+        for part, value in zip(out, values, strict=True)
+    )
     return new_top, total, out
 
 
 def _store(out_ref, sinks_ref, sequence, head, top, total, out, spec: _Spec) -> None:
     """Normalises `[rows, columns]` sums of one KV head and writes its query heads; no entries give zeros."""
-    rows = jnp.arange(out.shape[0], dtype=jnp.int32)
+    rows = jnp.arange(total.shape[0], dtype=jnp.int32)
     lanes = jnp.arange(spec.columns, dtype=jnp.int32)
     heads = head * spec.group + rows
     if sinks_ref is not None:
         sinks = plgpu.load(sinks_ref.at[heads], mask=rows < spec.group, other=0.0)
         total = total + jnp.exp2(sinks * LOG2E - top)
-    out = out / jnp.where(total > 0, total, 1.0)[:, None]
+    out = tuple(part / jnp.where(total > 0, total, 1.0)[:, None] for part in out)
+    if spec.value_scale != 1.0:
+        out = tuple(part * spec.value_scale for part in out)
     inside = (rows < spec.group)[:, None] & (lanes < spec.width)[None, :]
-    plgpu.store(out_ref.at[sequence, heads[:, None], lanes[None, :]], out.astype(out_ref.dtype), mask=inside)
+    for piece, part in enumerate(out):
+        place = (sequence, heads[:, None], spec.lanes(piece)[None, :])
+        plgpu.store(out_ref.at[place], part.astype(out_ref.dtype), mask=inside)
 
 
 def _leave_and_combine(outputs, sinks_ref, sequence, head, split, live, top, total, out, spec: _Spec) -> None:
@@ -275,7 +310,9 @@ def _leave_and_combine(outputs, sinks_ref, sequence, head, split, live, top, tot
     lanes = jnp.arange(spec.columns, dtype=jnp.int32)
     real = rows < spec.group_rows
     inside = real[:, None] & (lanes < spec.width)[None, :]
-    plgpu.store(partial_ref.at[sequence, head, split, rows[:, None], lanes[None, :]], out, mask=inside)
+    for piece, part in enumerate(out):
+        place = (sequence, head, split, rows[:, None], spec.lanes(piece)[None, :])
+        plgpu.store(partial_ref.at[place], part, mask=inside)
     plgpu.store(stats_ref.at[sequence, head, split, rows, 0], top, mask=real)
     plgpu.store(stats_ref.at[sequence, head, split, rows, 1], total, mask=real)
     if not spec.interpret:
@@ -289,7 +326,7 @@ def _leave_and_combine(outputs, sinks_ref, sequence, head, split, live, top, tot
         combine = functools.partial(_combine_splits, partial_ref, stats_ref, sequence, head, live, spec)
         top = jnp.full((spec.group_rows,), MASKED, jnp.float32)
         total = jnp.zeros((spec.group_rows,), jnp.float32)
-        out = jnp.zeros((spec.group_rows, spec.columns), jnp.float32)
+        out = (jnp.zeros((spec.group_rows, spec.columns), jnp.float32),) * spec.pieces
         top, total, out = lax.fori_loop(0, pl.cdiv(live, COMBINE_SPLITS), combine, (top, total, out))
         _store(out_ref, sinks_ref, sequence, head, top, total, out, spec)
         counter_ref[place] = 0
@@ -306,13 +343,20 @@ def _combine_splits(partial_ref, stats_ref, sequence, head, live, spec: _Spec, i
         for field, other in ((0, MASKED), (1, 0.0))
     )
     inside = held[:, :, None] & (lanes < spec.width)[None, None, :]
-    at = (sequence, head, split[:, None, None], rows[None, :, None], lanes[None, None, :])
-    outs = plgpu.load(partial_ref.at[at], mask=inside, other=0.0)
+    at = (sequence, head, split[:, None, None], rows[None, :, None])
+    outs = [
+        plgpu.load(partial_ref.at[(*at, spec.lanes(piece)[None, None, :])], mask=inside, other=0.0)
+        for piece in range(spec.pieces)
+    ]
     new_top = jnp.maximum(top, jnp.max(tops, axis=0))
     weights = jnp.exp2(tops - new_top[None, :])
     keep = jnp.exp2(top - new_top)
     total = total * keep + jnp.sum(totals * weights, axis=0)
-    return new_top, total, out * keep[:, None] + jnp.sum(outs * weights[:, :, None], axis=0)
+    out = tuple(
+        part * keep[:, None] + jnp.sum(share * weights[:, :, None], axis=0)
+        for part, share in zip(out, outs, strict=True)
+    )
+    return new_top, total, out
 
 
 def paged_decode_attention_ref(
@@ -331,6 +375,7 @@ def paged_decode_attention_ref(
     window: int | None = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
+    fp8_scale: float | None = None,
     counters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The same function in plain XLA, float32 inside; the product path on CPU.
@@ -350,8 +395,9 @@ def paged_decode_attention_ref(
         top, total, out = carry
         columns = page_indptr[:-1, None] + index * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
         pages = page_ids.at[jnp.minimum(columns, page_indptr[1:, None] - 1)].get(mode="clip")
-        keys = gather_pages(arena, pages, key_row, kv_heads, page_entries, width)
-        values = gather_pages(arena, pages, value_row, kv_heads, page_entries, width)
+        keys, values = (
+            gather_pages(arena, pages, row, kv_heads, page_entries, width, fp8_scale) for row in (key_row, value_row)
+        )
         scores = jnp.einsum("bkgd,bknd->bkgn", queries, keys, precision=lax.Precision.HIGHEST)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -381,22 +427,31 @@ def paged_decode_attention_ref(
 
 
 def gather_pages(
-    arena: jax.Array, pages: jax.Array, row: jax.Array | int, kv_heads: int, page_entries: int, width: int
+    arena: jax.Array,
+    pages: jax.Array,
+    row: jax.Array | int,
+    kv_heads: int,
+    page_entries: int,
+    width: int,
+    fp8_scale: float | None = None,
 ) -> jax.Array:
     """One layer's keys or values in float32: pages `[B, P]` -> `[B, kv_heads, P * page_entries, width]`."""
     num_pages, page_elements = arena.shape
     sequences, count = pages.shape
-    rows_per_page = page_elements // width
+    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    rows_per_page = page_elements // elements
     head_rows = row + page_entries * jnp.arange(kv_heads, dtype=jnp.int32)
     starts = pages[:, None, :] * rows_per_page + head_rows[None, :, None]
     dimensions = lax.GatherDimensionNumbers(offset_dims=(3, 4), collapsed_slice_dims=(), start_index_map=(0,))
     slabs = lax.gather(
-        arena.reshape(num_pages * rows_per_page, width),
+        arena.reshape(num_pages * rows_per_page, elements),
         starts[..., None],
         dimensions,
-        (page_entries, width),
+        (page_entries, elements),
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
-    if slabs.dtype == jnp.uint16:
+    if fp8_scale is not None:
+        slabs = unpack_fp8(slabs, fp8_scale)
+    elif slabs.dtype == jnp.uint16:
         slabs = lax.bitcast_convert_type(slabs, jnp.bfloat16)
     return slabs.reshape(sequences, kv_heads, count * page_entries, width).astype(jnp.float32)

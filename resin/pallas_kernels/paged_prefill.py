@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.fp8 import check_kernel_arena, vector_pieces
 from resin.pallas_kernels.paged_decode import gather_pages
-from resin.pallas_kernels.tiles import LOG2E, MASKED, exp2_affine, load_rows, tile_dot
+from resin.pallas_kernels.tiles import LOG2E, MASKED, dot_pieces, exp2_affine, load_rows, piece_lanes, tile_dot
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
@@ -81,6 +82,7 @@ def paged_prefill_attention(
     window: int | None = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
+    fp8_scale: float | None = None,
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -100,6 +102,7 @@ def paged_prefill_attention(
         window: positions that a query sees, its own included; None sees all.
         sinks: float32 `[H]` logits that take part in the softmax and carry no value.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        fp8_scale: as in `paged_decode`.
         tiles: overrides the choice of tiles.
         interpret: run the kernel body in Pallas' interpreter.
 
@@ -110,12 +113,16 @@ def paged_prefill_attention(
     group = heads // kv_heads
     if tiles is None:
         tiles = choose_prefill_tiles(tokens, group, width)
+    check_kernel_arena(arena.dtype, fp8_scale)
+    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
     spec = _Spec(
         group=group,
-        width=width,
+        width=elements,
+        pieces=width // elements,
         page_entries=page_entries,
-        rows_per_page=arena.shape[1] // width,
-        scale=scale,
+        rows_per_page=arena.shape[1] // elements,
+        scale=scale if fp8_scale is None else scale * fp8_scale,
+        value_scale=fp8_scale or 1.0,
         window=window,
         has_sinks=sinks is not None,
         softcap=softcap,
@@ -126,7 +133,7 @@ def paged_prefill_attention(
     planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
     return _call(
         spec,
-        (q, arena.reshape(-1, width), page_indptr, page_ids, query_indptr, seq_lens, first_position, planes),
+        (q, arena.reshape(-1, elements), page_indptr, page_ids, query_indptr, seq_lens, first_position, planes),
         tiling,
         None if sinks is None else sinks.astype(jnp.float32),
     )
@@ -157,10 +164,12 @@ class _Spec:
     """Everything static about one call."""
 
     group: int
-    width: int
+    width: int  # of a piece
+    pieces: int
     page_entries: int
     rows_per_page: int
     scale: float
+    value_scale: float
     window: int | None
     has_sinks: bool
     softcap: float | None
@@ -178,8 +187,12 @@ class _Spec:
 
     @property
     def columns(self) -> int:
-        """Head width, rounded up to a power of two."""
+        """Width of a piece, rounded up to a power of two."""
         return pl.next_power_of_2(self.width)
+
+    def lanes(self, piece: int) -> jax.Array:
+        """Columns of q and of the result that belong to a piece."""
+        return piece_lanes(piece, self.width, jnp.arange(self.columns, dtype=jnp.int32))
 
 
 class _Tile(NamedTuple):
@@ -198,7 +211,7 @@ class _Part(NamedTuple):
     heads: jax.Array  # [rows], query heads
     live: jax.Array  # [rows], False past the sequence's end
     entry: jax.Array  # [rows], the entry each row stands at
-    q: jax.Array  # [rows, columns]
+    q: tuple[jax.Array, ...]  # [rows, columns] each
 
 
 def _prefill_kernel(
@@ -222,7 +235,10 @@ def _prefill_kernel(
             token, heads = start + rows // spec.group, head * spec.group + rows % spec.group
             live = (rows < spec.tile_tokens * spec.group) & (token < query_end)
             inside = live[:, None] & (lanes < spec.width)[None, :]
-            q = plgpu.load(q_ref.at[token[:, None], heads[:, None], lanes[None, :]], mask=inside, other=0)
+            q = tuple(
+                plgpu.load(q_ref.at[token[:, None], heads[:, None], spec.lanes(piece)[None, :]], mask=inside, other=0)
+                for piece in range(spec.pieces)
+            )
             parts.append(_Part(token, heads, live, token + shift, q))
         entries = jnp.minimum(start + spec.tile_tokens, query_end) + shift
         tile = _Tile(indptr_ref[sequence], head, start + shift, entries)
@@ -231,9 +247,13 @@ def _prefill_kernel(
             if sinks_ref is not None:
                 sinks = plgpu.load(sinks_ref.at[part.heads], mask=part.live, other=0.0)
                 total = total + jnp.exp2(sinks * LOG2E - top)
-            out = (out / jnp.where(total > 0, total, 1.0)[:, None]).astype(out_ref.dtype)
             inside = part.live[:, None] & (lanes < spec.width)[None, :]
-            plgpu.store(out_ref.at[part.token[:, None], part.heads[:, None], lanes[None, :]], out, mask=inside)
+            for piece, tile_out in enumerate(out):
+                tile_out = tile_out / jnp.where(total > 0, total, 1.0)[:, None]
+                if spec.value_scale != 1.0:
+                    tile_out = tile_out * spec.value_scale
+                at = (part.token[:, None], part.heads[:, None], spec.lanes(piece)[None, :])
+                plgpu.store(out_ref.at[at], tile_out.astype(out_ref.dtype), mask=inside)
 
 
 def _attend(arena_ref, ids_ref, planes_ref, tile: _Tile, parts: list[_Part], spec: _Spec):
@@ -243,7 +263,7 @@ def _attend(arena_ref, ids_ref, planes_ref, tile: _Tile, parts: list[_Part], spe
         (
             jnp.full((spec.part_rows,), MASKED, jnp.float32),
             jnp.zeros((spec.part_rows,), jnp.float32),
-            jnp.zeros((spec.part_rows, spec.columns), jnp.float32),
+            (jnp.zeros((spec.part_rows, spec.columns), jnp.float32),) * spec.pieces,
         )
         for _ in parts
     ]
@@ -281,10 +301,11 @@ def _attend_block(arena_ref, ids_ref, planes_ref, tile: _Tile, parts, spec: _Spe
     inside = None
     if edge or spec.columns != spec.width:
         inside = (lanes < spec.width)[None, :] & (held[:, None] if edge else (entry >= 0)[:, None])
-    dtype = parts[0].q.dtype
-    keys = load_rows(arena_ref, rows + planes_ref[0], lanes, inside, dtype)
-    values = load_rows(arena_ref, rows + planes_ref[1], lanes, inside, dtype)
-    scores = [tile_dot(part.q, keys, trans_b=True) for part in parts]
+    dtype = parts[0].q[0].dtype
+    keys, values = (
+        load_rows(arena_ref, rows + planes_ref[plane], lanes, inside, dtype, spec.pieces > 1) for plane in (0, 1)
+    )
+    scores = [dot_pieces(part.q, keys) for part in parts]
     return [
         _accumulate(spec, part, entry, values, score, edge, *sums)
         for part, score, sums in zip(parts, scores, carry, strict=True)
@@ -306,7 +327,8 @@ def _accumulate(spec: _Spec, part: _Part, entry, values, scores, edge: bool, top
     weights = exp2_affine(scores, factor, new_top[:, None], interpret=spec.interpret)
     keep = exp2_affine(top, 1.0, new_top, interpret=spec.interpret)
     total = total * keep + jnp.sum(weights, axis=1)
-    out = out * keep[:, None] + tile_dot(weights.astype(values.dtype), values)
+    weights = weights.astype(values[0].dtype)
+    out = tuple(piece * keep[:, None] + tile_dot(weights, value) for piece, value in zip(out, values, strict=True))
     return new_top, total, out
 
 
@@ -348,6 +370,7 @@ def paged_prefill_attention_ref(
     window: int | None = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
+    fp8_scale: float | None = None,
 ) -> jax.Array:
     """The same function in plain XLA, float32 inside; the product path on CPU.
 
@@ -376,8 +399,10 @@ def paged_prefill_attention_ref(
             top, total, acc = carry
             columns = row_first + block * block_pages + jnp.arange(block_pages, dtype=jnp.int32)
             pages = page_ids.at[jnp.minimum(columns, row_end - 1)].get(mode="clip")[None]
-            keys = gather_pages(arena, pages, key_row, kv_heads, page_entries, width)[0]
-            values = gather_pages(arena, pages, value_row, kv_heads, page_entries, width)[0]
+            keys, values = (
+                gather_pages(arena, pages, row, kv_heads, page_entries, width, fp8_scale)[0]
+                for row in (key_row, value_row)
+            )
             scores = jnp.einsum("kgtd,knd->kgtn", queries, keys, precision=lax.Precision.HIGHEST)
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)

@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, round_fp8, vector_pieces
+
 # Rows a program: 8 rows of 128 values keep 16-byte accesses for 4 warps and give 6 programs a token of a 32 + 16 head
 # model; large batches take more rows for fewer programs.
 SMALL_ROWS, LARGE_ROWS = 8, 32
@@ -41,6 +43,7 @@ def rope_append(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
+    fp8_scale: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Normalises and rotates queries and keys, and appends keys and values to the arena.
@@ -54,19 +57,24 @@ def rope_append(
         kv_heads, page_entries: KV heads on this device, entries a page.
         q_norm, k_norm: `[D]` weights of per-head RMSNorms; None for none.
         eps: added to the mean square.
+        fp8_scale: keys and values are stored as e4m3 of value / fp8_scale, in rows of D / 2 elements (`fp8`); None
+            stores x's dtype.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
         Queries `[T, H, D]` and the arena.
     """
     tokens, joined, width = x.shape
+    check_kernel_arena(arena.dtype, fp8_scale)
+    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
     spec = _Spec(
         tokens=tokens,
         heads=joined - 2 * kv_heads,
         kv_heads=kv_heads,
         width=width,
         page_entries=page_entries,
-        rows_per_page=arena.shape[1] // width,
+        rows_per_page=arena.shape[1] // elements,
+        fp8_scale=fp8_scale,
         has_norm=q_norm is not None,
         eps=eps,
         rows=LARGE_ROWS if tokens >= LARGE_TOKENS else SMALL_ROWS,
@@ -75,7 +83,7 @@ def rope_append(
     planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
     norms = () if q_norm is None else (q_norm, k_norm)
     q, rows = _call(
-        spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, width)
+        spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, elements)
     )
     return q.reshape(tokens, spec.heads, width), rows.reshape(arena.shape)
 
@@ -90,6 +98,7 @@ class _Spec:
     width: int
     page_entries: int
     rows_per_page: int
+    fp8_scale: float | None
     has_norm: bool
     eps: float
     rows: int
@@ -151,9 +160,15 @@ def _rope_append_kernel(x_ref, cos_ref, sin_ref, pages_ref, offsets_ref, planes_
     for start, value in ((0, low), (half, high)):
         at = start + lanes[None, :]
         plgpu.store(q_ref.at[q_row[:, None], at], value, mask=inside & is_query[:, None])
+        if spec.fp8_scale is not None:
+            continue
         if arena_ref.dtype == jnp.uint16:
             value = lax.bitcast_convert_type(value, jnp.uint16)
         plgpu.store(arena_ref.at[place[:, None], at], value.astype(arena_ref.dtype), mask=inside & ~is_query[:, None])
+    if spec.fp8_scale is not None:
+        bits = [lax.bitcast_convert_type(round_fp8(half, spec.fp8_scale), jnp.uint8) for half in (low, high)]
+        words = bits[0].astype(jnp.uint16) | (bits[1].astype(jnp.uint16) << 8)
+        plgpu.store(arena_ref.at[place[:, None], lanes[None, :]], words, mask=inside & ~is_query[:, None])
 
 
 def _normalise(low, high, norm_refs, is_query, is_value, lanes, spec: _Spec):
@@ -185,6 +200,7 @@ def rope_append_ref(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
+    fp8_scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The same in plain XLA: rotation in float32, one scatter. Arguments and result as in `rope_append`."""
     heads, width = x.shape[1] - 2 * kv_heads, x.shape[2]
@@ -192,11 +208,14 @@ def rope_append_ref(
     if q_norm is not None and k_norm is not None:
         query, key = _head_norm(query, q_norm, eps), _head_norm(key, k_norm, eps)
     query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-    rows = arena.reshape(-1, width)
+    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    rows = arena.reshape(-1, elements)
     head = page_entries * jnp.arange(kv_heads, dtype=jnp.int32)
-    starts = append_pages * (arena.shape[1] // width) + append_offsets
+    starts = append_pages * (arena.shape[1] // elements) + append_offsets
     for plane, vectors in ((key_row, key), (value_row, value)):
-        if arena.dtype == jnp.uint16:
+        if fp8_scale is not None:
+            vectors = pack_fp8(vectors, arena.dtype, fp8_scale)
+        elif arena.dtype == jnp.uint16:
             vectors = lax.bitcast_convert_type(vectors, jnp.uint16)
         index = starts[:, None] + (plane + head)[None, :]
         rows = rows.at[index].set(vectors.astype(arena.dtype), mode="promise_in_bounds")

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.fp8 import FP8
+
 MASKED = -1e30  # a masked score; finite, so that a fully masked block gives weights that a later correction zeroes
 LOG2E = math.log2(math.e)
 MIN_ROWS = 16  # rows of the smallest tensor-core product
@@ -27,11 +29,32 @@ def tile_dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     )
 
 
-def load_rows(arena_ref, rows: jax.Array, lanes: jax.Array, inside: jax.Array | None, dtype) -> jax.Array:
-    """Tile `[rows, lanes]` of a `[rows, width]` view of the arena, zero outside; uint16 holds bfloat16 bits."""
+def load_rows(
+    arena_ref, rows: jax.Array, lanes: jax.Array, inside: jax.Array | None, dtype, is_fp8: bool
+) -> tuple[jax.Array, ...]:
+    """Tile `[rows, lanes]` of a `[rows, elements]` view of the arena, zero outside; uint16 holds bfloat16 bits.
+
+    Elements of two 8-bit values give two tiles, the first and the second half of the vectors.
+    """
     other = None if inside is None else 0
     loaded = plgpu.load(arena_ref.at[rows[:, None], lanes[None, :]], mask=inside, other=other)
-    return lax.bitcast_convert_type(loaded, dtype) if loaded.dtype == jnp.uint16 else loaded
+    if is_fp8:
+        halves = (loaded & 0xFF).astype(jnp.uint8), (loaded >> 8).astype(jnp.uint8)
+        return tuple(lax.bitcast_convert_type(half, FP8).astype(dtype) for half in halves)
+    return (lax.bitcast_convert_type(loaded, dtype) if loaded.dtype == jnp.uint16 else loaded,)
+
+
+def dot_pieces(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
+    """`a @ b.T` of two tiles whose columns come in pieces."""
+    out = tile_dot(a[0], b[0], trans_b=True)
+    for one, other in zip(a[1:], b[1:], strict=True):
+        out = out + tile_dot(one, other, trans_b=True)
+    return out
+
+
+def piece_lanes(piece: int, width: int, lanes: jax.Array) -> jax.Array:
+    """Columns of a piece: `width` a piece."""
+    return lanes if piece == 0 else piece * width + lanes
 
 
 def exp2_affine(x: jax.Array, factor: float, offset: jax.Array, *, interpret: bool) -> jax.Array:

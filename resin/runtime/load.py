@@ -16,8 +16,9 @@ from resin.models.loading.checkpoint import Checkpoint
 from resin.models.loading.converted import ConvertedCheckpoint
 from resin.models.registry import open_checkpoint, resolve
 from resin.models.weights import AbstractModel, Progress, check_tensors, dummy_weights, load_weights
-from resin.pallas_kernels.table import Backend
+from resin.pallas_kernels.table import Backend, pick_kernels
 from resin.plan import CacheGroup, InvalidRequest, RunnerConfig, StateGroup, plan_geometry
+from resin.plan.cache import with_kv_dtype
 from resin.recipes.tokenizer import load_tokenizer
 from resin.runtime.bucket_table import build_buckets, decode_sizes, prefill_sizes
 from resin.runtime.compile_cache import use_compile_cache
@@ -149,8 +150,11 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     plan_tokens = options.max_plan_tokens or defaults["plan_tokens"]
     decode = options.decode_sequences or decode_sizes(platform, options.max_sequences)
     prefill = options.prefill_tokens or prefill_sizes(platform, plan_tokens)
-    arena_dtype = options.cache_dtype or defaults["cache_dtype"]
+    backend = None if options.kernels is None else Backend(options.kernels)
+    arena_dtype = _arena_dtype(options, platform, placement.dtype, backend)
     groups = _space_checkpoints(model_class.cache_groups(config, placement), options.checkpoint_tokens)
+    if options.kv_dtype is not None:
+        groups = with_kv_dtype(groups, options.kv_dtype, scale=options.kv_scale, arena_dtype=arena_dtype)
     geometry = plan_geometry(groups, arena_dtype=arena_dtype, page_tokens=options.page_tokens)
     runner_config = RunnerConfig(
         vocab_size=config.vocab_size,
@@ -170,8 +174,22 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
         arena_dtype=arena_dtype,
     )
     abstract = AbstractModel.of(model_class(config, placement))
-    backend = None if options.kernels is None else Backend(options.kernels)
     return StepSpec(abstract, runner_config, mesh, placement.dtype, backend)
+
+
+def _arena_dtype(options: RunnerOptions, platform: str, dtype: str, backend: Backend | None) -> str:
+    """The arena's dtype. Elements of 16 bits that hold 8-bit values are integers, which nothing converts."""
+    is_reference = pick_kernels(platform, backend=backend).backend is Backend.REFERENCE
+    default = str(DEFAULTS["cpu" if platform == "cpu" else "gpu"]["cache_dtype"])
+    if options.kv_dtype is not None and not (is_reference and default == "float32"):
+        default = "uint16"
+    chosen = options.cache_dtype or default
+    if options.kv_dtype is not None and chosen not in (("float32", "uint16") if is_reference else ("uint16",)):
+        expected = "uint16 or float32" if is_reference else "uint16"
+        raise InvalidRequest("cache_dtype", chosen, f"{expected} beside kv_dtype={options.kv_dtype}")
+    if chosen == "uint16" and dtype == "float32" and options.kv_dtype is None:
+        raise InvalidRequest("cache_dtype", chosen, "float32 or bfloat16 beside dtype=float32")
+    return chosen
 
 
 def _space_checkpoints(groups: tuple[CacheGroup, ...], checkpoint_tokens: int | None) -> tuple[CacheGroup, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from resin.plan import InvalidRequest
+from resin.plan.cache import FP8_DTYPE
 
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("triton", "reference", "interpret")
@@ -17,7 +19,10 @@ class RunnerOptions:
 
     Attributes:
         dtype: dtype of weights and activations: float32 on CPU, bfloat16 on GPU.
-        cache_dtype: dtype of the arena: float32 on CPU, bfloat16 on GPU.
+        cache_dtype: dtype of the arena: float32 on CPU, bfloat16 on GPU; "uint16" holds the bits of bfloat16.
+        kv_dtype: "float8_e4m3fn" keeps keys and values in 8 bits; None in the arena's dtype. The arena is then uint16
+            where Triton bodies run.
+        kv_scale: 8-bit keys and values are stored as value / kv_scale, within +-448.
         kernels: "triton", "reference" (plain XLA) or "interpret" (Triton bodies in an interpreter, for tests): Triton
             on GPU, the references on CPU.
         dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
@@ -39,6 +44,8 @@ class RunnerOptions:
 
     dtype: str | None = None
     cache_dtype: str | None = None
+    kv_dtype: str | None = None
+    kv_scale: float = 1.0
     kernels: str | None = None
     dp: int = 1
     cp: int = 1
@@ -60,9 +67,11 @@ class RunnerOptions:
     compile_cache_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "cache_dtype"):
-            if getattr(self, name) not in (None, *DTYPES):
-                raise InvalidRequest(name, getattr(self, name), f"one of {DTYPES}")
+        for name, known in (("dtype", DTYPES), ("cache_dtype", (*DTYPES, "uint16")), ("kv_dtype", (FP8_DTYPE,))):
+            if getattr(self, name) not in (None, *known):
+                raise InvalidRequest(name, getattr(self, name), f"one of {known}")
+        if not 0 < self.kv_scale < math.inf:
+            raise InvalidRequest("kv_scale", self.kv_scale, "a finite number above 0")
         if self.kernels not in (None, *KERNELS):
             raise InvalidRequest("kernels", self.kernels, f"one of {KERNELS}")
         for name in ("dp", "cp", "ep"):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from resin.models.weights import AbstractModel, Progress
@@ -147,10 +146,10 @@ class ModelRunner:
             raise InvalidRequest("arena", arena, f"page_bytes and dtype {expected}")
         if arena.num_pages < 2:
             raise InvalidRequest("num_pages", arena.num_pages, "at least 2: page 0 is scratch")
-        page_elements = arena.page_bytes // jnp.dtype(arena.dtype).itemsize
-        narrowest = min((plane.width for group in self.config.groups for plane in group.planes), default=page_elements)
-        if arena.num_pages * (page_elements // narrowest) >= 1 << 31:
-            raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {narrowest} values")
+        vectors = [plane.vector_bytes(arena.dtype) for group in self.config.groups for plane in group.planes]
+        narrowest = min(vectors, default=arena.page_bytes)
+        if arena.num_pages * (arena.page_bytes // narrowest) >= 1 << 31:
+            raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {narrowest} bytes")
         self._arena_spec = arena
 
     def compile(self, progress: Progress | None = None) -> None:

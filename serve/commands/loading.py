@@ -60,6 +60,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequences: int) 
     group.add_argument("--max-sequences", type=int, metavar="N", default=max_sequences, help="default %(default)s")
     group.add_argument("--max-plan-tokens", type=int, metavar="TOKENS", help="tokens of the largest prefill step")
     group.add_argument("--cache-bytes", type=int, metavar="BYTES", help="size of the cache pool on each device")
+    group.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
+    group.add_argument(
+        "--kv-scale", type=float, metavar="X", default=1.0, help="of 8-bit keys and values: stored as value / X"
+    )
     group.add_argument("--tp", type=int, metavar="N", default=1, help="devices to split the model over")
     group.add_argument("--prefix-cache", action="store_true", help="reuse cached prefixes across requests")
     group.add_argument("--no-overlap", action="store_true", help="do not plan the next step while one runs")
@@ -88,6 +92,8 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         max_context_tokens=args.context_length,
         max_plan_tokens=args.max_plan_tokens,
         cache_bytes=args.cache_bytes,
+        kv_dtype=args.kv_dtype,
+        kv_scale=args.kv_scale,
         tp=args.tp,
         dummy=args.dummy,
     )

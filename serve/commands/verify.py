@@ -12,8 +12,8 @@ from resin.plan import InvalidRequest
 from serve.progress import ProgressBar
 
 _EPILOG = """\
-Weights and cache are float32. A reference is an .npz file with token_ids [T] and logits [T, vocab] of another
-implementation. The exit status is 0 if every check passed."""
+Weights and cache are float32; --kv-dtype keeps keys and values in 8 bits. A reference is an .npz file with
+token_ids [T] and logits [T, vocab] of another implementation. The exit status is 0 if every check passed."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,19 +28,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("source", metavar="MODEL", help="registered name, directory, GGUF file or hub id")
     parser.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
     parser.add_argument("--reference", type=Path, metavar="NPZ", help="token ids and logits to compare with")
+    parser.add_argument(
+        "--kv-dtype", choices=("float8_e4m3fn",), help="check with keys and values in 8 bits; not beside --reference"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a table; returns 1 if a check failed."""
+    if args.kv_dtype is not None and args.reference is not None:
+        raise InvalidRequest("kv_dtype", args.kv_dtype, "no --reference, which knows nothing of 8-bit keys")
     reference = _read_reference(args.reference) if args.reference is not None else None
     bar = ProgressBar("fetching")
     checkpoint = open_checkpoint(resolve(args.source), bar.update)
-    from resin.conformance import verify
+    from resin.conformance import Settings, verify
 
     bar = ProgressBar("preparing")
     try:
-        report = verify(checkpoint, model=args.model, reference=reference, progress=bar.update)
+        report = verify(
+            checkpoint,
+            model=args.model,
+            reference=reference,
+            settings=Settings(kv_dtype=args.kv_dtype),
+            progress=bar.update,
+        )
     finally:
         checkpoint.close()
     bar.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 
 Array = np.ndarray
@@ -109,6 +110,24 @@ def dense_attention(
                 total = total + np.exp(sinks.astype(np.float64)[:, None] - top)
             out[t] = np.einsum("hn,nhd->hd", weights / total, values)
     return out
+
+
+def fp8_case(case: PagedCase, scale: float, bytes_per_element: int = 2) -> PagedCase:
+    """The case with keys and values rounded to 8 bits, and an arena of unsigned integers that holds their bytes."""
+    count, width = bytes_per_element, case.q.shape[2]
+    scaled = np.clip(case.arena.astype(np.float32) / scale, -448, 448)
+    vectors = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(-1, count, width // count)
+    # Byte p of element j is value p * width / count + j: the pieces of a vector, one byte each, side by side.
+    arena = np.ascontiguousarray(vectors.transpose(0, 2, 1)).view(f"<u{count}")
+    rounded = {
+        name: tuple(
+            np.clip(part / scale, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            * scale
+            for part in getattr(case, name)
+        )
+        for name in ("keys", "values")
+    }
+    return replace(case, arena=arena.reshape(len(case.arena), -1), **rounded)
 
 
 def relative_error(out: Array, reference: Array) -> float:

@@ -31,6 +31,10 @@ ATTENTION = {
     "softcap": (14, 2, 128, 16, {"window": 512, "softcap": 30.0}),
     "96": (16, 1, 96, 32, {}),
     "256": (8, 4, 256, 16, {"window": 512, "softcap": 50.0}),
+    "8B fp8": (32, 8, 128, 16, {"fp8_scale": 1.0}),
+    "64 fp8": (9, 3, 64, 16, {"fp8_scale": 0.5}),
+    "96 fp8": (16, 1, 96, 32, {"fp8_scale": 1.0}),
+    "256 fp8": (8, 4, 256, 16, {"window": 512, "softcap": 50.0, "fp8_scale": 1.0}),
 }
 
 
@@ -42,18 +46,18 @@ def attention_call(function, name: str, tokens: int | None):
     columns += [Array((sequences + 1,), INT)] if tokens else []
     columns += [Array((sequences,), INT), Array((sequences,), INT)]
     query = Array((tokens or sequences, heads, width), BF16)
-    arena = Array((30_000, 32 * 2 * stride * width), BF16)
+    arena = Array((30_000, 32 * 2 * stride * width), jnp.uint16 if "fp8_scale" in options else BF16)
     return lambda *arguments: call(*arguments, 0, stride), (query, arena, *columns)
 
 
-def append_call():
-    call = partial(rope_append, kv_heads=8, page_entries=16)
+def append_call(fp8_scale: float | None):
+    call = partial(rope_append, kv_heads=8, page_entries=16, fp8_scale=fp8_scale)
 
     def function(x, cos, sin, arena, pages, offsets, norm):
         return call(x, cos, sin, arena, pages, offsets, 0, 128, q_norm=norm, k_norm=norm)
 
     turn, place = Array((64, 64), FLOAT), Array((64,), INT)
-    arena = Array((30_000, 2**20), BF16)
+    arena = Array((30_000, 2**20), BF16 if fp8_scale is None else jnp.uint16)
     return function, (Array((64, 48, 128), BF16), turn, turn, arena, place, place, Array((128,), BF16))
 
 
@@ -79,7 +83,8 @@ CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
     **{f"prefill {name}": partial(attention_call, paged_prefill_attention, name, 2048) for name in ATTENTION},
     "prefill of few tokens": partial(attention_call, paged_prefill_attention, "8B", 8),
-    "append": append_call,
+    "append": partial(append_call, None),
+    "append fp8": partial(append_call, 2.0),
     "dense 1 row": partial(dense_call, 1, 4096, 6144, None),
     "dense 1 row gated": partial(dense_call, 1, 4096, 28672, "silu"),
     "dense 2 rows small": partial(dense_call, 2, 1024, 3072, None),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from resin import CacheGeometry, CacheGroup, HistoryGroup, InvalidRequest, Plane, StateGroup, WindowGroup, plan_geometry
-from resin.plan.cache import ITEMSIZE, entry_bytes
+from resin.plan.cache import ITEMSIZE, entry_bytes, fp8_scales, with_kv_dtype
 
 
 def kv(layers: int, heads: int, width: int) -> tuple[Plane]:
@@ -234,3 +234,34 @@ def test_pages_are_filled(name: str) -> None:
     paged = [fill for fill in geometry.groups if fill.span_tokens]
     assert all(fill.waste < 0.5 for fill in paged)
     assert min(fill.waste for fill in paged) < 0.1
+
+
+@pytest.mark.parametrize(("arena", "ratio"), [("uint16", 2), ("float32", 4)])
+def test_narrow_planes_shrink_pages_and_leave_states_alone(arena: str, ratio: int) -> None:
+    """8-bit planes: entries take 1 / ratio of the bytes, pages stay whole elements, declared dtypes stay."""
+    kept = Plane("index", 2, 64, "uint8")
+    groups = (
+        HistoryGroup("h", (Plane("kv", 4, 64), kept)),
+        WindowGroup("w", (Plane("kv", 8, 64),), 100),
+        StateGroup("s", (Plane("conv", 3, 64),)),
+    )
+    narrow = with_kv_dtype(groups, "float8_e4m3fn", scale=0.5, arena_dtype=arena)
+    assert [plane.dtype for group in narrow for plane in group.planes] == [
+        "float8_e4m3fn",
+        "uint8",
+        "float8_e4m3fn",
+        None,
+    ]
+    assert narrow[0].planes[1] == kept and narrow[2] == groups[2]
+    assert fp8_scales(narrow) == {"h": 0.5, "w": 0.5} and fp8_scales(groups) == {}
+    assert entry_bytes(groups[1], arena) == ratio * entry_bytes(narrow[1], arena)
+    check(narrow, plan_geometry(narrow, arena_dtype=arena), arena)
+
+
+def test_vectors_of_broken_elements_are_refused() -> None:
+    groups = (HistoryGroup("h", (Plane("kv", 4, 66),)),)
+    assert with_kv_dtype(groups, "float8_e4m3fn", scale=1.0, arena_dtype="uint16")
+    with pytest.raises(InvalidRequest, match=r"h\.kv\.width=66: .*float32 elements"):
+        with_kv_dtype(groups, "float8_e4m3fn", scale=1.0, arena_dtype="float32")
+    with pytest.raises(InvalidRequest, match=r"kv\.scale"):
+        plan_geometry((HistoryGroup("h", (Plane("kv", 4, 64, "float8_e4m3fn", scale=0.0),)),), arena_dtype="uint16")

@@ -11,15 +11,16 @@ from tests.runtime.tiny_runner import build_tiny, builder_for
 LOGPROBS = SamplingParams(temperature=0, logprobs=5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_interpreted_kernels_agree_with_the_references(family: str) -> None:
+@pytest.mark.parametrize(("family", "kv_dtype"), [("llama", None), ("qwen3", None), ("qwen3", "float8_e4m3fn")])
+def test_interpreted_kernels_agree_with_the_references(family: str, kv_dtype: str | None) -> None:
     prompts = [np.random.default_rng(n).integers(3, 256, n).tolist() for n in (5, 17)]
     results = []
     for kernels in ("reference", "interpret"):
         runner = build_tiny(
             family,
             dtype="bfloat16",
-            cache_dtype="bfloat16",
+            cache_dtype="bfloat16" if kv_dtype is None else "uint16",
+            kv_dtype=kv_dtype,
             kernels=kernels,
             max_sequences=2,
             decode_sequences=(2,),
