@@ -1,6 +1,7 @@
 """What the HTTP server costs: many streams over a runner of fixed step time, against the bare engine.
 
     python -m bench serving [--streams 256] [--tokens 1000] [--step-ms 4] [--runs 3] [--output REPORT.json]
+    python -m bench serving --memory-minutes 10
 
 The client runs in a process of its own. A token's text is the number of the step that made it, so its latency is known
 from both clocks, which are one on one machine: from the end of the runner's step to the arrival of its text.
@@ -9,23 +10,17 @@ from both clocks, which are one on one machine: from the end of the runner's ste
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import re
-import select
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -33,9 +28,6 @@ from resin import BatchPlan, Engine, ForwardOutput, RunnerConfig, SamplingParams
 from resin.recipes import Message, Parser, Tool
 from resin.recipes.tagged import TaggedParser, Tags
 from serve import HttpServer, ServerConfig
-
-CLIENT_NAP_S = 0.0005
-"""Between two turns of the client; part of the latency that it reports."""
 
 
 class StepNumberTokenizer:
@@ -82,6 +74,11 @@ class FixedStepRunner:
         self.config = RunnerConfig(vocab_size=StepNumberTokenizer.vocab_size, max_sequences=streams)
         self.tokenizer = StepNumberTokenizer()
         self.step_s = step_s
+        self.steps = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was noted of the steps so far."""
         self.rows: list[int] = []
         self.ends_s: list[float] = []
         self.cpu_s: list[float] = []  # of the engine's thread, at the end of each step
@@ -90,7 +87,8 @@ class FixedStepRunner:
         if self.step_s:
             time.sleep(self.step_s)
         rows = plan.num_sequences
-        output = ForwardOutput(np.full(rows, len(self.rows), np.int32), np.arange(rows + 1))
+        output = ForwardOutput(np.full(rows, self.steps, np.int32), np.arange(rows + 1))
+        self.steps += 1
         self.rows.append(rows)
         self.cpu_s.append(time.thread_time())
         self.ends_s.append(time.perf_counter())
@@ -121,23 +119,34 @@ def measure_engine(streams: int, tokens: int, step_s: float) -> dict[str, float]
     return {"engine_tokens_per_s": rate, "engine_lost_ms_per_step": runner.lost_ms_per_step()}
 
 
-def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
-    """Tokens/s and latencies over HTTP."""
-    runner = FixedStepRunner(step_s, streams)
+@contextmanager
+def running_server(runner: FixedStepRunner, streams: int) -> Iterator[str]:
+    """A server in this process, by its address."""
     config = ServerConfig(port=0, max_active_sessions=streams)
     server = HttpServer(Engine(runner), recipe=PlainRecipe(), model="steps", config=config)
     thread = threading.Thread(target=server.serve)
-    cpu_started_s = time.process_time()
     thread.start()
     try:
         if not server.wait_ready(10):
             raise RuntimeError("the server did not start")
-        command = [sys.executable, "-m", "bench", "serving", "--client", server.url]
-        command += ["--streams", str(streams), "--tokens", str(tokens)]
-        client = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        yield server.url
     finally:
         server.shutdown()
         thread.join()
+
+
+def run_client(url: str, streams: int, tokens: int) -> str:
+    """What a client says that reads all streams to their ends."""
+    command = [sys.executable, "-m", "bench.serving_client", url, str(streams), str(tokens)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
+    """Tokens/s and latencies over HTTP."""
+    runner = FixedStepRunner(step_s, streams)
+    cpu_started_s = time.process_time()
+    with running_server(runner, streams) as url:
+        client = json.loads(run_client(url, streams, tokens))
     cpu_s = time.process_time() - cpu_started_s
     arrivals = np.asarray(client["arrivals"])
     latencies_ms = (arrivals[:, 1] - np.asarray(runner.ends_s)[arrivals[:, 0].astype(int)]) * 1e3
@@ -152,67 +161,23 @@ def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]
     }
 
 
-def run_client(url: str, streams: int, tokens: int) -> dict[str, Any]:
-    """Opens all streams and reads them to their ends. What arrived is parsed afterwards, so that reading keeps pace."""
-    place = urlsplit(url)
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": tokens, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    gc.disable()  # the parts pile up, and walking through them again and again would take the client's core
-    sockets: dict[int, tuple[socket.socket, list[tuple[float, bytes]]]] = {}
-    poll = select.epoll()
-    for _ in range(streams):
-        connection = socket.create_connection((place.hostname or "", place.port or 0))
-        connection.sendall(head.encode() + body)
-        sockets[connection.fileno()] = connection, []
-        poll.register(connection, select.EPOLLIN)
-    cpu_started_s = time.process_time()
-    running = streams
-    while running:
-        for number, _ in poll.poll():
-            connection, parts = sockets[number]
-            if data := connection.recv(1 << 16):
-                parts.append((time.perf_counter(), data))
-            else:
-                poll.unregister(number)
-                connection.close()
-                running -= 1
-        # Many sockets a turn: woken for each, the client would cost the server's core as much as the server does.
-        time.sleep(CLIENT_NAP_S)
-    cpu_s = time.process_time() - cpu_started_s
-    read = [read_parts(parts, tokens) for _, parts in sockets.values()]
-    arrivals = [arrival for stream, _ in read for arrival in stream]
-    # Rates count only while every stream runs: streams are let in four a step, and end one after another.
-    begin_s, end_s = max(stream[0][1] for stream, _ in read), min(stream[-1][1] for stream, _ in read)
-    steady = [arrival for arrival in arrivals if begin_s <= arrival[1] < end_s]
-    if len(steady) < len(arrivals) / 2:  # too short for that: the whole time instead
-        begin_s, end_s = min(stream[0][1] for stream, _ in read), max(stream[-1][1] for stream, _ in read)
-        steady = arrivals
-    return {
-        "tokens": len(arrivals),
-        "events": sum(events for _, events in read),
-        "cpu_s": cpu_s,
-        "tokens_per_s": len(steady) / (end_s - begin_s),
-        "arrivals": steady[:: max(1, len(steady) // 100_000)],
-    }
+def measure_memory(streams: int, tokens: int, step_s: float, minutes: float) -> dict[str, Any]:
+    """Resident memory of the serving process after each of the clients that follow one another.
 
-
-def read_parts(parts: Sequence[tuple[float, bytes]], tokens: int) -> tuple[list[tuple[int, float]], int]:
-    """Step number and arrival of every token of a stream, and how many events brought them.
-
-    Raises:
-        RuntimeError: not all tokens came, or not in the order of their steps.
+    The slope leaves out the first minute, or half the time if that is less.
     """
-    ends = list(accumulate(len(data) for _, data in parts))
-    arrivals: list[tuple[int, float]] = []
-    events = 0
-    for event in _EVENT.finditer(b"".join(data for _, data in parts)):
-        numbers = json.loads(event[1])["choices"][0]["delta"].get("content", "").split()
-        events += bool(numbers)
-        arrived_s = parts[bisect_left(ends, event.end())][0]
-        arrivals += ((int(number), arrived_s) for number in numbers)
-    if len(arrivals) != tokens or any(later[0] <= earlier[0] for earlier, later in pairwise(arrivals)):
-        raise RuntimeError(f"a stream brought {len(arrivals)} tokens, expected {tokens} in order")
-    return arrivals, events
+    runner = FixedStepRunner(step_s, streams)
+    started_s = time.monotonic()
+    samples: list[tuple[float, float]] = []  # minutes and MB
+    with running_server(runner, streams) as url:
+        while not samples or samples[-1][0] < minutes:
+            run_client(url, streams, tokens)
+            runner.forget()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            samples.append(((time.monotonic() - started_s) / 60, pages * os.sysconf("SC_PAGE_SIZE") / 1e6))
+    late = np.asarray([sample for sample in samples if sample[0] >= min(1.0, minutes / 2)])
+    slope = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 1 else 0.0
+    return {"minutes": samples[-1][0], "clients": len(samples), "last_mb": samples[-1][1], "mb_per_minute": slope}
 
 
 def measure(streams: int, tokens: int, step_s: float, runs: int) -> dict[str, Any]:
@@ -234,14 +199,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--runs", type=int, default=3, help="of which the median counts; default %(default)s")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-minutes", type=float, help="measure memory for that long instead of speed")
     args = parser.parse_args(argv)
-    if args.client:
-        print(json.dumps(run_client(args.client, args.streams, args.tokens)))
-        return
     report: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens}
+    if args.memory_minutes is not None:
+        found = report["memory"] = measure_memory(args.streams, args.tokens, args.step_ms / 1e3, args.memory_minutes)
+        print(_MEMORY.format(**found))
     # Without a step time a stream is over before many others are let in, unless it is longer.
-    cases = ((args.step_ms / 1e3, args.tokens), (0.0, args.tokens * 10))
+    cases = () if args.memory_minutes is not None else ((args.step_ms / 1e3, args.tokens), (0.0, args.tokens * 10))
     for step_s, tokens in cases:
         name, load = f"step {step_s * 1e3:g} ms", os.getloadavg()[0]
         found = report[name] = measure(args.streams, tokens, step_s, args.runs) | {"load_average": load}
@@ -250,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-_EVENT = re.compile(rb'data: (\{"id".*\})\n\n')
+_MEMORY = (
+    "{last_mb:.0f} MB after {clients} clients in {minutes:.1f} minutes, {mb_per_minute:+.2f} MB a minute at the end"
+)
 _TEXT = """{name}: engine {engine_tokens_per_s:,.0f} tokens/s, server {tokens_per_s:,.0f} ({share:.3f} of it; {each})
   {tokens_per_event:.1f} tokens an event, added latency p50 {added_latency_p50_ms:.1f} ms, \
 p99 {added_latency_p99_ms:.1f} ms

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving import main, read_parts
+from bench.serving import main
+from bench.serving_client import read_parts
 
 
 def event(text: str) -> bytes:
@@ -37,3 +38,12 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert report[name]["tokens_per_event"] >= 1
         assert report[name]["added_latency_p99_ms"] > 0
     assert 0.1 < report["step 2 ms"]["share"] < 1.3
+
+
+def test_memory_is_measured_until_time_is_up(tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    arguments = ["--streams", "2", "--tokens", "5", "--step-ms", "1", "--memory-minutes", "0.01"]
+    main([*arguments, "--output", str(output)])
+    memory = json.loads(output.read_text())["memory"]
+    assert memory["minutes"] >= 0.01 and memory["clients"] >= 1
+    assert 10 < memory["last_mb"] < 10_000
