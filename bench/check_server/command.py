@@ -116,7 +116,8 @@ async def _run(args: argparse.Namespace) -> int:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_read=args.timeout_s)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    connector = aiohttp.TCPConnector(limit=0)
+    # A connection of its own for each request: some servers hang up after a stream without saying so.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 24
     ) as session:
