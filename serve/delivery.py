@@ -17,8 +17,11 @@ ROUND_PER_WAIT = 0.75
 """Seconds that a round may take for each that the engine's last step waited. The receivers that are still to flush then
 are left to the next round, where they come first."""
 
-MIN_ROUND_S = 0.001
-"""What a round may take in any case."""
+MIN_WAIT_S = 0.0005
+"""Below this there is no gap between steps that a round could keep to."""
+
+GAPLESS_ROUND_S = 0.003
+"""What a round may take then."""
 
 REST_PER_BUSY = 0.25
 """Seconds of rest after each second that rounds kept the loop busy. An engine that never waits for its runner still
@@ -58,9 +61,11 @@ class Delivery:
         actor.jobs.clear()
         self.deliver()
 
-    def deliver(self, until_s: float = math.inf) -> None:
-        """Empties the outbox, and lets receivers flush until time is up by the loop's clock."""
+    def deliver(self, limit_s: float = math.inf) -> None:
+        """Empties the outbox, and lets receivers flush until time is up; half of it is theirs in any case."""
+        started_s = self._loop.time()
         self._empty_outbox()
+        until_s = max(started_s + limit_s, self._loop.time() + limit_s / 2)
         ready, self._ready = self._ready, {}
         for receiver in ready:
             if self._loop.time() < until_s:
@@ -107,7 +112,8 @@ class Delivery:
         assert self._actor is not None
         started_s = self._loop.time()
         try:
-            self.deliver(started_s + max(ROUND_PER_WAIT * self._actor.waited_s, MIN_ROUND_S))
+            waited_s = self._actor.waited_s
+            self.deliver(GAPLESS_ROUND_S if waited_s < MIN_WAIT_S else ROUND_PER_WAIT * waited_s)
         finally:
             now_s = self._loop.time()
             self._rest_until_s = now_s + (now_s - started_s) * REST_PER_BUSY

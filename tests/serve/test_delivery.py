@@ -16,7 +16,7 @@ import pytest
 from resin import BatchPlan, Engine, FinishReason, ForwardOutput, Request, SamplingParams
 from resin.events import FinishedEvent, TokensEvent
 from serve.actor import EngineActor, Job
-from serve.delivery import MIN_ROUND_S, PATIENCE_S, REST_PER_BUSY, ROUND_PER_WAIT, Delivery
+from serve.delivery import GAPLESS_ROUND_S, PATIENCE_S, REST_PER_BUSY, ROUND_PER_WAIT, Delivery
 
 
 class StillLoop:
@@ -85,7 +85,7 @@ class Rounds:
 
 @pytest.mark.parametrize("waited_s", [0.0, 0.02])
 def test_a_long_round_leaves_the_rest_to_the_next_where_it_comes_first(waited_s: float) -> None:
-    rounds = Rounds(flush_s=0.6 * max(waited_s * ROUND_PER_WAIT, MIN_ROUND_S), waited_s=waited_s)
+    rounds = Rounds(flush_s=0.6 * (waited_s * ROUND_PER_WAIT or GAPLESS_ROUND_S), waited_s=waited_s)
     rounds.step(7)
     assert rounds.flushed == [(0, [7]), (1, [7])]
     rounds.loop.now_s += 1
