@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from resin.plan import Bucket, CacheGeometry, CacheGroup, GroupGeometry, Phase, StateGroup, WindowGroup
 
-# Page ids a plan carries at most beyond one full sequence: 256 KiB of the packed buffer.
-MAX_ROW_PAGES = 1 << 16
+# Page ids that a plan carries at most beyond one full sequence: 256 KiB of the packed buffer for decode. Prefill packs
+# what is mostly new, and whose chunks fill the buffer already: 32 KiB, with 16-token pages contexts of 131072 tokens.
+MAX_ROW_PAGES = {Phase.DECODE: 1 << 16, Phase.PREFILL: 1 << 13}
 
 GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
@@ -52,7 +53,7 @@ def build_buckets(
 
     def bucket(phase: Phase, sequences: int, tokens: int) -> Bucket:
         pages = tuple(
-            _row_pages(group, fill, sequences, tokens, max_context_tokens)
+            _row_pages(group, fill, sequences, tokens, max_context_tokens, MAX_ROW_PAGES[phase])
             for group, fill in zip(groups, geometry.groups, strict=True)
         )
         return Bucket(phase, sequences, tokens, pages)
@@ -62,7 +63,9 @@ def build_buckets(
     return (*prefill, *decode)
 
 
-def _row_pages(group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: int, max_context_tokens: int) -> int:
+def _row_pages(
+    group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: int, max_context_tokens: int, most: int
+) -> int:
     if isinstance(group, StateGroup):
         return sequences * fill.pages_per_state
     whole = -(-max_context_tokens // fill.span_tokens)
@@ -70,4 +73,4 @@ def _row_pages(group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: i
         # The window before the first query, the queries, and a page cut at either end.
         within = min(whole, -(-group.window_tokens // fill.span_tokens) + 2)
         return sequences * within + -(-tokens // fill.span_tokens)
-    return max(whole, min(sequences * whole, MAX_ROW_PAGES))
+    return max(whole, min(sequences * whole, most))

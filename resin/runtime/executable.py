@@ -23,6 +23,10 @@ from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_ou
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
 PROMPT_LOGPROB_TOKENS = 64
 
+# Words of the plan's buffer that travel as one argument. CUDA copies more than 64 KiB of pageable memory only when
+# everything queued before has run: the call would wait for the step before (100 ms for a prefill of 133 KB).
+TRANSFER_WORDS = 1 << 14
+
 ARENA_SPEC = PartitionSpec(None, "tp")
 REPLICATED = PartitionSpec()
 
@@ -69,7 +73,7 @@ class StepSpec:
         return pick_kernels(device.platform, cores=getattr(device, "core_count", None) or 132, backend=self.backend)
 
     def arguments(self, bucket: Bucket, arena: ArenaSpec) -> tuple[Any, ...]:
-        """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, masks."""
+        """Abstract arguments of a bucket's program: weights, arena, slots, pieces of the plan buffer, masks."""
         replicated = NamedSharding(self.mesh, REPLICATED)
         words = plan_layout(bucket, self.config.groups, self.config.geometry).words
         mask_words = -(-self.config.vocab_size // 32)
@@ -77,9 +81,17 @@ class StepSpec:
             self.model.arguments(self.mesh),
             abstract_arena(arena, self.mesh),
             abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated),
-            jax.ShapeDtypeStruct((words,), np.int32, sharding=replicated),
+            tuple(
+                jax.ShapeDtypeStruct((min(TRANSFER_WORDS, words - start),), np.int32, sharding=replicated)
+                for start in range(0, words, TRANSFER_WORDS)
+            ),
             jax.ShapeDtypeStruct((bucket.sequences, mask_words), np.int32, sharding=replicated),
         )
+
+
+def cut_buffer(buffer: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The plan's buffer as its program takes it: views of at most TRANSFER_WORDS words."""
+    return tuple(buffer[start : start + TRANSFER_WORDS] for start in range(0, len(buffer), TRANSFER_WORDS))
 
 
 def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -96,13 +108,18 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, *, plain: boo
         plain: for plans without any `SPECIAL` flag.
 
     Returns:
-        `(weights, arena, slots, buffer, masks) -> (arena, slots, StepOutput)`.
+        `(weights, arena, slots, cut_buffer(buffer), masks) -> (arena, slots, StepOutput)`.
     """
     layout = plan_layout(bucket, spec.config.groups, spec.config.geometry)
 
     def step(
-        weights: tuple[jax.Array, ...], arena: jax.Array, slots: SlotTable, buffer: jax.Array, masks: jax.Array
+        weights: tuple[jax.Array, ...],
+        arena: jax.Array,
+        slots: SlotTable,
+        pieces: tuple[jax.Array, ...],
+        masks: jax.Array,
     ) -> tuple[jax.Array, SlotTable, StepOutput]:
+        buffer = jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
         return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, plain=plain)
 
     mapped = jax.shard_map(
