@@ -119,7 +119,7 @@ class Api:
         messages = [{"role": "user", "content": text}]
         return {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
 
-    def completion_body(self, prompt: str, *, max_tokens: int = 32, **fields: Any) -> dict[str, Any]:
+    def completion_body(self, prompt: str | list[int], *, max_tokens: int = 32, **fields: Any) -> dict[str, Any]:
         """A greedy completion request."""
         return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
 

@@ -1,6 +1,7 @@
 """Multiple-choice questions: accuracy of a model behind a server.
 
-A file has one JSON object a line: `id`, `question` or `context`, `choices` or `endings` (texts), `answer` (index).
+A file has one JSON object a line: `id`, `question` or `context`, `choices` or `endings` (texts), `answer` (index), and
+optionally `context_ids` and `choices_ids`: the same as the token ids to send.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A question; `context` is what a choice is appended to, after a space."""
+    """A question; `context` is what a choice is appended to, after a space, and `ids` both as token ids, if given."""
 
     id: str
     context: str
     question: str
     choices: tuple[str, ...]
     answer: int
+    ids: tuple[list[int], list[list[int]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def read_items(path: Path, limit: int) -> list[Item]:
             # Endings continue their context; choices answer a question.
             context = row["context"] if "context" in row else f"Question: {question}\nAnswer:"
             choices = tuple(row["endings"] if "endings" in row else row["choices"])
-            item = Item(str(row.get("id", number)), context, question, choices, int(row["answer"]))
+            ids = (list(row["context_ids"]), list(row["choices_ids"])) if "choices_ids" in row else None
+            item = Item(str(row.get("id", number)), context, question, choices, int(row["answer"]), ids)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 "eval_file", f"line {number} of {path.name}", f"a multiple-choice question ({error!r})"
@@ -127,7 +130,7 @@ async def _scores_prompts(api: Api) -> bool:
     return choice["text"].startswith(prompt) and len(values) >= 3 and all(value is not None for value in values[1:3])
 
 
-async def _score(api: Api, prompt: str) -> Reply:
+async def _score(api: Api, prompt: str | list[int]) -> Reply:
     # Some servers refuse to generate nothing; the one token that they add lies beyond the prompt and is left out.
     reply = await api.post(COMPLETIONS, api.completion_body(prompt, max_tokens=0, echo=True, logprobs=1))
     if reply.status == 200 or reply.status >= 500:
@@ -137,11 +140,16 @@ async def _score(api: Api, prompt: str) -> Reply:
 
 async def _by_likelihood(api: Api, item: Item) -> dict[str, Any]:
     sums = []
-    for choice in item.choices:
-        prompt = f"{item.context} {choice}"
-        found = (await _score(api, prompt)).ok()["choices"][0]["logprobs"]
-        pairs = zip(found["text_offset"], found["token_logprobs"], strict=True)
-        values = [value for offset, value in pairs if len(item.context) <= offset < len(prompt)]
+    for index, choice in enumerate(item.choices):
+        if item.ids is not None:
+            context, continuation = item.ids[0], item.ids[1][index]
+            found = (await _score(api, context + continuation)).ok()["choices"][0]["logprobs"]
+            values = found["token_logprobs"][len(context) : len(context) + len(continuation)]
+        else:
+            prompt = f"{item.context} {choice}"
+            found = (await _score(api, prompt)).ok()["choices"][0]["logprobs"]
+            pairs = zip(found["text_offset"], found["token_logprobs"], strict=True)
+            values = [value for offset, value in pairs if len(item.context) <= offset < len(prompt)]
         require(values and all(math.isfinite(value) for value in values), f"{item.id}: no logprobs for {choice!r}")
         sums.append(round(sum(values), 4))
     normalised = [total / max(1, len(choice)) for total, choice in zip(sums, item.choices, strict=True)]

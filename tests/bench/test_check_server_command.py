@@ -74,6 +74,16 @@ def test_log_likelihoods_are_held_against_a_reference(server: HttpServer, eval_f
     assert main([server.url, *options]) == 0, "nothing to compare with: the reference is left out"
 
 
+def test_questions_may_come_as_token_ids(server: HttpServer, tmp_path: Path) -> None:
+    row = QUESTIONS[0] | {"context_ids": [65, 66], "choices_ids": [[67, 68, 69], [67]]}
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    options = ["--only", "evaluation", "--eval-file", str(path), "--output", str(tmp_path / "report.json")]
+    assert main([server.url, *options]) == 0
+    (item,) = json.loads((tmp_path / "report.json").read_text())["checks"][0]["figures"]["items"]
+    assert item["sums"] == [-4.5, -1.5]
+
+
 async def test_without_prompt_logprobs_the_letter_counts(server: HttpServer, eval_file: Path) -> None:
     def drop_logprobs(body: dict[str, Any]) -> None:
         body["choices"][0].pop("logprobs")
