@@ -135,10 +135,9 @@ def running_server(runner: FixedStepRunner, streams: int) -> Iterator[str]:
         thread.join()
 
 
-def run_client(url: str, streams: int, tokens: int) -> str:
-    """What a client says that reads all streams to their ends."""
-    command = [sys.executable, "-m", "bench.serving_client", url, str(streams), str(tokens)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+def client_command(url: str, streams: int, tokens: int) -> list[str]:
+    """Starts a client that reads all streams to their ends."""
+    return [sys.executable, "-m", "bench.serving_client", url, str(streams), str(tokens)]
 
 
 def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
@@ -146,7 +145,8 @@ def measure_server(streams: int, tokens: int, step_s: float) -> dict[str, float]
     runner = FixedStepRunner(step_s, streams)
     cpu_started_s = time.process_time()
     with running_server(runner, streams) as url:
-        client = json.loads(run_client(url, streams, tokens))
+        command = client_command(url, streams, tokens)
+        client = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     cpu_s = time.process_time() - cpu_started_s
     arrivals = np.asarray(client["arrivals"])
     latencies_ms = (arrivals[:, 1] - np.asarray(runner.ends_s)[arrivals[:, 0].astype(int)]) * 1e3
@@ -171,7 +171,7 @@ def measure_memory(streams: int, tokens: int, step_s: float, minutes: float) -> 
     samples: list[tuple[float, float]] = []  # minutes and MB
     with running_server(runner, streams) as url:
         while not samples or samples[-1][0] < minutes:
-            run_client(url, streams, tokens)
+            subprocess.run(client_command(url, streams, tokens), stdout=subprocess.DEVNULL, check=True)
             runner.forget()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             samples.append(((time.monotonic() - started_s) / 60, pages * os.sysconf("SC_PAGE_SIZE") / 1e6))
