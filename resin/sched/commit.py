@@ -73,9 +73,9 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, o
     committed = Committed(requests, slots, tokens, rows, cohort)
     _find_ends(table, committed, stop_ids, limits=cohort.steps_left <= 0)
     cache = scheduler.cache
-    if cache.prefix_cache:
+    if cache.prefixes.enabled:
         positions = table.committed[slots]
-        due = np.flatnonzero(cache.commits_at(positions)).tolist()
+        due = np.flatnonzero(cache.prefixes.due(positions)).tolist()
         _commit_cache(scheduler, [(requests[i], int(positions[i])) for i in due])
     return committed
 
@@ -103,7 +103,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.last_token[slots] = tokens
     committed = Committed(requests, slots, tokens, rows)
     _find_ends(table, committed, table.stop_ids[slots].T, limits=True)
-    if scheduler.cache.prefix_cache:
+    if scheduler.cache.prefixes.enabled:
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
     return committed
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from resin.plan import Bucket, CacheGroup, GroupGeometry, PlanLayout, RowFlag, StateGroup
 from resin.plan.batch import SAMPLING_COLUMNS
-from resin.sched.cache import PagedGroup
 from resin.sched.cohort import Cohort
-from resin.sched.lease import StateRing
+from resin.sched.lease import PagedGroup, StateRing
 from resin.sched.slots import SlotTable
 
 

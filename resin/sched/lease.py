@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from resin.sched.prefix import PrefixNode
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """A History or Window group as the manager needs it: W tokens of window (0 for History), S tokens a page."""
+
+    name: str
+    span_tokens: int
+    window_tokens: int
+
+    def first_needed(self, next_position: int) -> int:
+        """Logical index of the first page that a query at `next_position` can see."""
+        return max(next_position - self.window_tokens + 1, 0) // self.span_tokens if self.window_tokens else 0
 
 
 class PageRow:
@@ -109,6 +124,11 @@ class CacheLease:
         self.states = states  # one for each State group
         self.node = node  # deepest trie node on the request's path; None without a prefix cache
         self.published_tokens = published_tokens
+
+    @classmethod
+    def empty(cls, paged: int, states: int, node: PrefixNode | None = None) -> CacheLease:
+        """A lease of no pages for that many groups."""
+        return cls([PageRow() for _ in range(paged)], [StateRing() for _ in range(states)], node, 0)
 
     def pages(self) -> list[int]:
         """Every page that this lease reads or writes, each once."""

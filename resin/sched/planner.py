@@ -18,9 +18,9 @@ from resin.plan import (
     plan_layout,
 )
 from resin.plan.batch import SAMPLING_COLUMNS
-from resin.sched.cache import PagedGroup
 from resin.sched.cohort import Cohort
 from resin.sched.decode import DecodeColumns, DecodeImage
+from resin.sched.lease import PagedGroup
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
 

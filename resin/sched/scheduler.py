@@ -203,7 +203,7 @@ class Scheduler:
             request = self.queue.peek()
             if request is None:
                 return
-            lease = request.lease = self.cache.lease(request)
+            lease = request.lease = self.cache.prefixes.lease(request)
             held = sum(len(row) for row in lease.rows)
             need = self.cache.pages_needed(request.num_tokens + 1, self.max_plan_tokens) - held
             if self.config.groups and self.num_running and need + self._promised_pages() > self.cache.available:
@@ -298,7 +298,7 @@ class Scheduler:
 
     def _chunk_stop(self, start: int, known: int, budget: int) -> int:
         stop = min(known, start + budget)
-        if self.cache.state_pages and self.cache.prefix_cache:
+        if self.cache.seals_states:
             checkpoint = (start // self.cache.checkpoint_tokens + 1) * self.cache.checkpoint_tokens
             stop = min(stop, checkpoint)
         return stop

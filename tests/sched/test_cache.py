@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from resin import BatchPlan, CacheGroup, Engine, ForwardOutput, PrefixAudit, Request, SamplingParams
-from resin.sched.cache import CacheManager, PagedGroup, Reservation
+from resin.sched.cache import CacheManager, Reservation
+from resin.sched.lease import PagedGroup
 from resin.sched.prefix import PrefixNode
 from tests.fakes import (
     VOCAB,
@@ -65,7 +66,7 @@ def audit(request: Request) -> PrefixAudit:
 def resume_step(engine: Engine) -> int:
     """Prefixes resume at multiples of this: the page alignment, or the checkpoints."""
     cache = engine.scheduler.cache
-    return cache.checkpoint_tokens if cache.state_pages else cache.align_tokens
+    return cache.checkpoint_tokens if cache.state_pages else cache.prefixes.align_tokens
 
 
 # -- hits -----------------------------------------------------------------------------------------------------------
@@ -125,9 +126,9 @@ def test_tenants_of_whom_nothing_is_cached_are_forgotten() -> None:
     with Engine(PagedFake(fake_config(MIXES["history"])), prefix_cache=True) as engine:
         for tenant in range(30):
             serve(engine, [1, 2], cache_salt=f"tenant {tenant}")
-        assert not engine.scheduler.cache.trie._roots
+        assert not engine.scheduler.cache.prefixes.trie._roots
         serve(engine, tokens(9), cache_salt="stays")
-        assert len(engine.scheduler.cache.trie._roots) == 1
+        assert len(engine.scheduler.cache.prefixes.trie._roots) == 1
 
 
 def test_a_prefix_in_use_is_a_candidate_again_when_its_reader_ends() -> None:
@@ -137,7 +138,7 @@ def test_a_prefix_in_use_is_a_candidate_again_when_its_reader_ends() -> None:
         reader = engine.submit(tokens(9), sampling_params=SamplingParams(max_output_tokens=2))
         engine.step()
         serve_later = [tokens(9, first) for first in (50, 60, 70)]
-        trie, node = engine.scheduler.cache.trie, path_of(engine, tokens(9))[-1]
+        trie, node = engine.scheduler.cache.prefixes.trie, path_of(engine, tokens(9))[-1]
         tick = node.tick
         while trie.evict_one():
             pass
@@ -161,7 +162,7 @@ def test_two_that_compute_the_same_prefix_at_once_end_up_sharing(mix: str, runne
             engine.step()
             engine.scheduler.check_integrity()
         cache = engine.scheduler.cache
-        for index in cache._history:
+        for index in cache.prefixes._history:
             rows = [request.lease.rows[index].view().tolist() for request in twins if request.lease]
             shared = 56 // cache.paged[index].span_tokens
             assert rows[0][:shared] == rows[1][:shared] == rows[2][:shared]
@@ -179,16 +180,18 @@ def test_two_that_compute_the_same_prefix_at_once_end_up_sharing(mix: str, runne
 def path_of(engine: Engine, prompt: list[int]) -> list[PrefixNode]:
     cache = engine.scheduler.cache
     raw = np.asarray(prompt, np.int32).tobytes()
-    return cache.trie.walk("", raw, 4 * cache.align_tokens, len(prompt) // cache.align_tokens)
+    return cache.prefixes.trie.walk(
+        "", raw, 4 * cache.prefixes.align_tokens, len(prompt) // cache.prefixes.align_tokens
+    )
 
 
 def test_lost_by_eviction() -> None:
     with Engine(PagedFake(fake_config(MIXES["history"])), prefix_cache=True) as engine:
         serve(engine, tokens(40))
         for _ in range(4):
-            engine.scheduler.cache.trie.evict_one()
+            engine.scheduler.cache.prefixes.trie.evict_one()
         assert audit(serve(engine, tokens(40))) == PrefixAudit(24, 36, {"evicted": 12})
-        while engine.scheduler.cache.trie.evict_one():
+        while engine.scheduler.cache.prefixes.trie.evict_one():
             pass
         assert audit(serve(engine, tokens(40))) == PrefixAudit(0, 36, {"evicted": 36})
 
@@ -202,7 +205,7 @@ def test_lost_because_no_checkpoint_lies_there() -> None:
 def test_lost_with_a_checkpoint() -> None:
     with Engine(PagedFake(fake_config(MIXES["history+state"])), prefix_cache=True) as engine:
         serve(engine, tokens(46))
-        engine.scheduler.cache.trie._drop_resume(path_of(engine, tokens(46))[32 // 4 - 1])
+        engine.scheduler.cache.prefixes.trie._drop_resume(path_of(engine, tokens(46))[32 // 4 - 1])
         lost = {"unaligned": 12 + 12, "no checkpoint": 4}
         assert audit(serve(engine, tokens(46))) == PrefixAudit(16, 44, lost)
         assert audit(serve(engine, tokens(46))).hit_tokens == 32, "computed again, kept again"
@@ -213,7 +216,7 @@ def test_lost_with_a_window() -> None:
         serve(engine, tokens(46))
         nodes = path_of(engine, tokens(46))
         for node in nodes[-2:]:
-            engine.scheduler.cache.trie._drop_resume(node)
+            engine.scheduler.cache.prefixes.trie._drop_resume(node)
         assert audit(serve(engine, tokens(46))) == PrefixAudit(36, 44, {"window gone": 8})
         assert audit(serve(engine, tokens(46))).hit_tokens == 44
 
@@ -274,7 +277,7 @@ def test_what_was_hit_last_stays_longest(mix: str) -> None:
         old, new = tokens(33), tokens(33, 100)
         for prompt in (old, new, old):
             serve(engine, prompt)
-        trie = engine.scheduler.cache.trie
+        trie = engine.scheduler.cache.prefixes.trie
         last = {"old": path_of(engine, old)[-1], "new": path_of(engine, new)[-1]}
         assert last["old"].tick > last["new"].tick
         while last["new"].alive:
@@ -292,7 +295,7 @@ class Watched(OverlapFake):
 
     def _execute(self, plan: BatchPlan) -> ForwardOutput:
         before = self.arena.copy()
-        shared = sorted({page for node in self.engine.scheduler.cache.trie.nodes() for page in node.pages()})
+        shared = sorted({page for node in self.engine.scheduler.cache.prefixes.trie.nodes() for page in node.pages()})
         output = super()._execute(plan)
         changed = (self.arena != before).any(axis=(1, 2))
         assert not changed[shared].any(), "a shared page was written"
@@ -381,7 +384,7 @@ def new_request(prompt: list[int]) -> Request:
 def test_an_extension_takes_all_it_needs_or_nothing() -> None:
     cache = manager(1 + 9)
     request = new_request(tokens(30))
-    lease = request.lease = cache.lease(request)
+    lease = request.lease = cache.prefixes.lease(request)
     reservation = Reservation()
     assert not cache.try_extend(lease, 0, 0, 20, reservation), "5 + 5 + 1 pages of 9"
     assert cache.pool.free == 9 and not lease.pages() and not reservation.taken
@@ -392,7 +395,7 @@ def test_an_extension_takes_all_it_needs_or_nothing() -> None:
 def test_a_rollback_gives_back_what_was_taken_and_nothing_else() -> None:
     cache = manager(1 + 40)
     request = new_request(tokens(60))
-    lease = request.lease = cache.lease(request)
+    lease = request.lease = cache.prefixes.lease(request)
     cache.try_extend(lease, 0, 0, 16, Reservation())
     cache.commit(request, 16, 16)
     before = sorted(lease.pages()), [row.end for row in lease.rows], [ring.current for ring in lease.states]
@@ -412,13 +415,13 @@ def test_a_rollback_gives_back_what_was_taken_and_nothing_else() -> None:
 def test_live_work_evicts_what_is_cached() -> None:
     cache = manager(1 + 12)
     first = new_request(tokens(16))
-    first.lease = cache.lease(first)
+    first.lease = cache.prefixes.lease(first)
     assert cache.try_extend(first.lease, 0, 0, 16, Reservation())
     cache.commit(first, 16, 16)
     cache.release(first)
     assert cache.pool.cached > 0 and cache.available == 12
     second = new_request(tokens(20, 100))
-    second.lease = cache.lease(second)
+    second.lease = cache.prefixes.lease(second)
     assert cache.try_extend(second.lease, 0, 0, 20, Reservation())
     assert cache.evictions > 0 and len(second.lease.pages()) == 11
     cache.check_integrity([(second.lease, 20)])
@@ -444,8 +447,8 @@ def test_first_page_that_a_query_sees(span: int, window: int, next_position: int
 
 def test_positions_with_something_to_commit() -> None:
     cache = manager(10)
-    assert (cache.align_tokens, cache.checkpoint_tokens) == (4, 16)
-    due = cache.commits_at(np.arange(1, 34))
+    assert (cache.prefixes.align_tokens, cache.checkpoint_tokens) == (4, 16)
+    due = cache.prefixes.due(np.arange(1, 34))
     assert (np.flatnonzero(due) + 1).tolist() == [1, 4, 8, 12, 16, 17, 20, 24, 28, 32, 33]
     assert [position for position in range(40) if cache.is_sealed(position)] == [16, 32]
     assert not any(manager(10, prefix_cache=False).is_sealed(position) for position in range(40))

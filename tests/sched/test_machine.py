@@ -140,7 +140,7 @@ class Driver:
             scheduler.retract(self.random.choice(idle))
 
     def evict(self) -> None:
-        self.engine.scheduler.cache.trie.evict_one()
+        self.engine.scheduler.cache.prefixes.trie.evict_one()
 
     def reject(self) -> None:
         """The runner refuses the next plan: no token, position or page of it may remain (admissions may)."""

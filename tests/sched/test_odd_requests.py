@@ -461,7 +461,9 @@ def _grown_bytes(steps: int, warm_up: int) -> int:
                         engine.cancel(request)
                 engine.step()
 
-        engine.scheduler.cache.seen = SeenPages(capacity=20)  # the real one grows for longer than any test runs
+        engine.scheduler.cache.prefixes.seen = SeenPages(
+            capacity=20
+        )  # the real one grows for longer than any test runs
         tracemalloc.start()
         try:
             work(warm_up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -370,7 +371,7 @@ FAULTS = [
     ("cache", "try_extend", 1),
     ("cache", "try_extend", 2),
     ("cache", "try_extend_rows", 1),
-    ("cache", "lease", 2),
+    ("cache.prefixes", "lease", 2),
     ("planner", "plan_prefill", 1),
     ("planner", "plan_decode", 1),
 ]
@@ -387,7 +388,7 @@ def test_planning_that_fails_anywhere_leaks_nothing_and_can_be_repeated(
         for _ in range(4):
             engine.step()
         late = [engine.submit(prompt(9, 10 + i), sampling_params=greedy(12)) for i in range(2)]
-        target = getattr(engine.scheduler, owner)
+        target = attrgetter(owner)(engine.scheduler)
         monkeypatch.setattr(target, name, Nth(getattr(target, name), nth))
         failed = 0
         for _ in range(12):
