@@ -1,4 +1,4 @@
-"""Engine metrics: aggregated in NumPy while stepping, turned into Prometheus families only when scraped."""
+"""Engine metrics: aggregated while stepping, turned into Prometheus families only when scraped."""
 
 from __future__ import annotations
 
