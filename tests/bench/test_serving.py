@@ -37,7 +37,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert f"{name}: engine" in printed
         assert report[name]["tokens_per_event"] >= 1
         assert report[name]["added_latency_p99_ms"] > 0
-    assert 0.1 < report["step 2 ms"]["share"] < 1.3
+        assert report[name]["shares"] == [report[name]["tokens_per_s"] / report[name]["engine_tokens_per_s"]]
+    assert report["step 2 ms"]["engine_tokens_per_s"] < 3 / 0.002  # no step is faster
 
 
 def test_memory_is_measured_until_time_is_up(tmp_path: Path) -> None:
