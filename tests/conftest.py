@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 SETTINGS = {
@@ -26,3 +27,7 @@ for name, value in SETTINGS.items():
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("resin", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("resin")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--weights", help="checkpoint that the engine tests marked gpu run with; default: random weights")

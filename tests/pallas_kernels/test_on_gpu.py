@@ -9,26 +9,25 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
-from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention, paged_decode_attention_ref
+from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
-from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
-from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, relative_error
+from tests.pallas_kernels.grid import (
+    BF16_ERROR,
+    FP8_GRID,
+    GRID,
+    Point,
+    check_append,
+    check_decode,
+    check_prefill,
+    fresh_seed,
+    poison_memory,
+)
+from tests.pallas_kernels.paged_cases import PagedCase, build_case, relative_error
 from tests.pallas_kernels.test_sampling import build_draw, build_logits
 
 pytestmark = pytest.mark.gpu
-
-BF16_ERROR = 1e-2
-
-# heads, kv_heads, width, page_entries, window, sinks, softcap
-SHAPES = [
-    (32, 8, 128, 16, None, False, None),
-    (9, 3, 64, 16, None, False, None),
-    (8, 8, 80, 24, 20, True, None),
-    (14, 2, 128, 16, 5, True, 30.0),
-    (16, 1, 96, 32, None, True, None),
-    (8, 4, 256, 16, 100, False, 50.0),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -41,21 +40,6 @@ def bfloat(values: np.ndarray) -> jax.Array:
     return jnp.asarray(values, jnp.bfloat16)
 
 
-def rounded_case(case: PagedCase) -> PagedCase:
-    """The case with its values rounded to bfloat16, so that the dense reference sees what the kernel sees."""
-    changed = {name: getattr(case, name) for name in case.__dataclass_fields__}
-    for name in ("q", "arena"):
-        changed[name] = np.asarray(bfloat(changed[name]), np.float32)
-    for name in ("keys", "values"):
-        changed[name] = tuple(np.asarray(bfloat(part), np.float64) for part in changed[name])
-    return PagedCase(**changed)
-
-
-def options(case: PagedCase, window, sinks, softcap) -> dict:
-    logits = np.random.default_rng(9).standard_normal(case.q.shape[1]).astype(np.float32) if sinks else None
-    return {"window": window, "sinks": logits, "softcap": softcap}
-
-
 def call_attention(function, case: PagedCase, columns, chosen: dict, **extra):
     call = functools.partial(
         function, kv_heads=case.kv_heads, page_entries=case.page_entries, scale=case.scale, **chosen, **extra
@@ -63,40 +47,19 @@ def call_attention(function, case: PagedCase, columns, chosen: dict, **extra):
     return jax.jit(call)(bfloat(case.q), bfloat(case.arena), *columns, case.key_row, case.value_row)
 
 
-@pytest.mark.parametrize("tiles", [None, DecodeTiles(32, 1), DecodeTiles(64, 5, num_stages=3)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_decode(shape, tiles):
-    heads, kv_heads, width, entries, window, sinks, softcap = shape
-    lengths = [1, 17, 1300, 5, 129, 640]
-    case = rounded_case(
-        build_case(lengths, [1] * 6, heads=heads, kv_heads=kv_heads, width=width, page_entries=entries, window=window)
-    )
-    chosen = options(case, window, sinks, softcap)
-    columns = (case.page_indptr, case.page_ids, case.seq_lens, case.first_position)
-    out, _ = call_attention(paged_decode_attention, case, columns, chosen, tiles=tiles)
-    assert relative_error(out, dense_attention(case, **chosen)) < BF16_ERROR
+@pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
+def test_decode(point: Point):
+    check_decode(point, [1, 17, 1300, 5, 129, 640], interpret=False)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_prefill(shape):
-    heads, kv_heads, width, entries, window, sinks, softcap = shape
-    case = rounded_case(
-        build_case(
-            [1, 170, 300, 250, 129],
-            [1, 100, 40, 250, 1],
-            heads=heads,
-            kv_heads=kv_heads,
-            width=width,
-            page_entries=entries,
-            window=window,
-            padding_tokens=3,
-        )
-    )
-    chosen = options(case, window, sinks, softcap)
-    columns = (case.page_indptr, case.page_ids, case.query_indptr, case.seq_lens, case.first_position)
-    out = call_attention(paged_prefill_attention, case, columns, chosen)
-    live = case.query_indptr[-1]
-    assert relative_error(out[:live], dense_attention(case, **chosen)[:live]) < BF16_ERROR
+@pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
+def test_prefill(point: Point):
+    check_prefill(point, [1, 170, 300, 250, 129], [1, 100, 40, 250, 1], interpret=False)
+
+
+@pytest.mark.parametrize("point", [*GRID[::3], *FP8_GRID[::3]], ids=str)
+def test_append(point: Point):
+    check_append(point, (1, 5, 130)[point.index % 3], interpret=False)
 
 
 def test_attention_and_append_at_the_far_end_of_a_large_arena():
@@ -129,27 +92,6 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
     assert relative_error(last, expected[-1:]) < BF16_ERROR
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 130])
-def test_append_with_norms(tokens):
-    heads, kv_heads, width, entries, pages = 9, 3, 64, 16, 20
-    rng = np.random.default_rng(tokens)
-    joined = bfloat(rng.standard_normal((tokens, heads + 2 * kv_heads, width)))
-    angles = rng.uniform(-3, 3, (tokens, width // 2))
-    turn = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    places = rng.permutation(np.arange(entries, pages * entries))[:tokens].astype(np.int32)
-    arena = jnp.full((pages, 2 * kv_heads * entries * width), jnp.nan, jnp.bfloat16)
-    norms = {name: bfloat(rng.standard_normal(width)) for name in ("q_norm", "k_norm")}
-    call = {"kv_heads": kv_heads, "page_entries": entries, **norms}
-    columns = (joined, *turn, arena, places // entries, places % entries, 0, kv_heads * entries)
-    results = [jax.jit(functools.partial(function, **call))(*columns) for function in (rope_append, rope_append_ref)]
-    for out, expected in zip(*results, strict=True):
-        written = ~np.isnan(np.asarray(expected, np.float32))
-        np.testing.assert_array_equal(written, ~np.isnan(np.asarray(out, np.float32)))
-        assert (
-            relative_error(np.asarray(out, np.float32)[written], np.asarray(expected, np.float64)[written]) < BF16_ERROR
-        )
-
-
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "gate"),
     [
@@ -161,8 +103,11 @@ def test_append_with_norms(tokens):
     ],
 )
 def test_dense(rows, inner, columns, gate):
-    x, norm = bfloat(np.random.default_rng(1).standard_normal((rows, inner))), jnp.ones(inner, jnp.bfloat16)
-    weight = jax.random.normal(jax.random.key(2), (inner, columns), jnp.bfloat16) * inner**-0.5
+    keys = jax.random.split(jax.random.key(fresh_seed()), 3)
+    x = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
+    norm = 1 + jax.random.normal(keys[1], (inner,), jnp.bfloat16) / 4
+    weight = jax.random.normal(keys[2], (inner, columns), jnp.bfloat16) * inner**-0.5
+    poison_memory()
     call = {"norm": norm, "gate": gate}
     out, _ = jax.jit(functools.partial(dense_small, **call))(x, weight)
     expected, _ = jax.jit(functools.partial(dense_small_ref, **call))(x, weight)
@@ -171,12 +116,13 @@ def test_dense(rows, inner, columns, gate):
 
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 32, 4), (33, 16, 2), (300, 8, 4)])
 def test_experts(tokens, experts, choices):
-    keys = jax.random.split(jax.random.key(tokens), 4)
+    keys = jax.random.split(jax.random.key(fresh_seed()), 4)
     weights, ids = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[0], (tokens, experts))), choices)
     x = jax.random.normal(keys[1], (tokens, 512), jnp.bfloat16)
     gate_up = jax.random.normal(keys[2], (experts, 512, 2 * 384), jnp.bfloat16) * 512**-0.5
     down = jax.random.normal(keys[3], (experts, 384, 512), jnp.bfloat16) * 384**-0.5
     columns = (x, ids.astype(jnp.int32), weights, gate_up, down)
+    poison_memory()
     out, expected = jax.jit(expert_ffn)(*columns), jax.jit(expert_ffn_ref)(*columns)
     assert relative_error(out, np.asarray(expected, np.float64)) < 2 * BF16_ERROR
 

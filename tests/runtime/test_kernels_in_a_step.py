@@ -11,7 +11,10 @@ from tests.runtime.tiny_runner import build_tiny, builder_for
 LOGPROBS = SamplingParams(temperature=0, logprobs=5)
 
 
-@pytest.mark.parametrize(("family", "kv_dtype"), [("llama", None), ("qwen3", None), ("qwen3", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [pytest.param("llama", None, marks=pytest.mark.slow), ("qwen3", None), ("qwen3", "float8_e4m3fn")],
+)
 def test_interpreted_kernels_agree_with_the_references(family: str, kv_dtype: str | None) -> None:
     prompts = [np.random.default_rng(n).integers(3, 256, n).tolist() for n in (5, 17)]
     results = []

@@ -25,7 +25,7 @@ PROMPTS = [np.random.default_rng(n).integers(3, 256, n).tolist() for n in (1, 5,
 LOGPROBS = SamplingParams(temperature=0, logprobs=5)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -36,13 +36,17 @@ def generate(config: dict[str, object], tp: int) -> tuple[list[int], np.ndarray]
 def config_of(kv_heads: int, tied: bool = True) -> dict[str, object]:
     return {
         **TINY_CONFIGS["llama"],
+        "num_hidden_layers": 1,
         "num_attention_heads": 8,
         "num_key_value_heads": kv_heads,
         "tie_word_embeddings": tied,
     }
 
 
-@pytest.mark.parametrize(("kv_heads", "tied", "sizes"), [(8, True, (2, 8)), (2, False, (4,))])
+@pytest.mark.parametrize(
+    ("kv_heads", "tied", "sizes"),
+    [(8, True, (8,)), (2, False, (4,)), pytest.param(8, False, (2, 4), marks=pytest.mark.slow)],
+)
 def test_tokens_and_logprobs_equal_one_device(kv_heads: int, tied: bool, sizes: tuple[int, ...]) -> None:
     tokens, logprobs = generate(config_of(kv_heads, tied), 1)
     for tp in sizes:
