@@ -286,11 +286,12 @@ class Engine:
         now = self._clock()
         count = len(committed.requests)
         if count:
-            columns = (output.logprobs, output.top_ids, output.top_logprobs) if plan.wants_logprobs else (None,) * 3
-            picked = [None if column is None else np.asarray(column)[committed.rows] for column in columns]
-            self._events.append(
-                TokensEvent(tuple(committed.requests), committed.token_ids, np.arange(count + 1), *picked)
-            )
+            requests, tokens, indptr = tuple(committed.requests), committed.token_ids, np.arange(count + 1)
+            picked: list[np.ndarray | None] = []
+            if plan.wants_logprobs:
+                columns = (output.logprobs, output.top_ids, output.top_logprobs)
+                picked = [None if column is None else np.asarray(column)[committed.rows] for column in columns]
+            self._events.append(TokensEvent(requests, tokens, indptr, *picked))
         if plan.phase is Phase.PREFILL:
             for request in committed.requests:
                 if request.first_token_s is None:

@@ -14,6 +14,9 @@ from resin.sched.scheduler import PlannedStep, Scheduler
 from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
 
 
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
 class BadOutput(ResinError):
     """A runner returned something that does not match its plan."""
 
@@ -140,7 +143,7 @@ def check_output(
         raise BadOutput("token_indptr gives an emitting row other than one token")
     top = vocab_size or 1 << 31
     # Negative ids are the largest of all as unsigned numbers.
-    if chosen.size and np.maximum.reduce(chosen.view(f"u{chosen.itemsize}")) >= top:
+    if chosen.size and np.maximum.reduce(chosen.view(_UNSIGNED[chosen.itemsize])) >= top:
         raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
     return chosen.astype(np.int32, copy=False), rows
 
