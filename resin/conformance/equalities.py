@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from resin import Engine, Phase
-from resin.conformance.generation import TOP, Comparison, Job, Trace, compare, generate
+from resin.conformance.generation import TOP, Comparison, Job, Trace, compare, difference_of, generate
 from resin.conformance.kit import ConformanceKit
 
 Found = tuple[bool | None, str]
@@ -39,7 +39,7 @@ def plain_forward(kit: ConformanceKit) -> Found:
             held = trace.request.prompt_logprobs
             parts.append((held.logprobs, scored.following[: prompt - 1]))
             parts.append((held.top_logprobs, scored.top[: prompt - 1, :TOP]))
-        largest = max([largest, *(float(np.abs(got - expected).max(initial=0.0)) for got, expected in parts)])
+        largest = float(np.max([largest, *(difference_of(got, expected) for got, expected in parts)]))
     return largest <= kit.tolerance, f"largest logprob difference {largest:.1e}, allowed {kit.tolerance:.1e}"
 
 

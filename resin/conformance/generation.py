@@ -126,6 +126,12 @@ class Comparison:
         return self.fault or f"largest logprob difference {self.largest:.1e}{ties}"
 
 
+def difference_of(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference of two arrays, 0 where they are equal; NaN, which no bound admits, if either holds one."""
+    with np.errstate(invalid="ignore"):
+        return float(np.where(one == other, 0, np.abs(one - other)).max(initial=0.0))
+
+
 def compare(expected: Sequence[Trace], got: Sequence[Trace], tolerance: float) -> Comparison:
     """Tokens must be the same, and logprobs within the tolerance; a row ends at a near tie."""
     largest, near_ties = 0.0, 0
@@ -133,9 +139,9 @@ def compare(expected: Sequence[Trace], got: Sequence[Trace], tolerance: float) -
         if len(one.token_ids) != len(other.token_ids):
             return Comparison(f"job {index}: {len(other.token_ids)} tokens, expected {len(one.token_ids)}", largest, 0)
         for place, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
-            difference = float(np.abs(one.top[place] - other.top[place]).max())
+            difference = difference_of(one.top[place], other.top[place])
             largest = max(largest, difference)
-            if difference > tolerance:
+            if not difference <= tolerance:
                 return Comparison(
                     f"job {index}, token {place}: logprobs differ by {difference:.1e}", largest, near_ties
                 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from resin import SamplingParams
 from resin.conformance.equalities import Found
-from resin.conformance.generation import Job, forced, generate
+from resin.conformance.generation import Job, difference_of, forced, generate
 from resin.conformance.kit import ConformanceKit
 from resin.conformance.plain import TOP, score_logits
 
@@ -28,7 +28,7 @@ def reference_logits(kit: ConformanceKit, *, reference: Mapping[str, np.ndarray]
     """Logits of the plain forward; the difference is a share of the reference's standard deviation."""
     expected = reference["logits"]
     got = kit.plain.logits(reference["token_ids"])
-    share = float(np.abs(got - expected).max() / expected.std())
+    share = difference_of(got, expected) / float(expected.std())
     return share <= kit.settings.reference_tolerance, f"largest difference {share:.1e} of the deviation"
 
 
@@ -51,5 +51,6 @@ def reference_steps(kit: ConformanceKit, *, reference: Mapping[str, np.ndarray])
     assert held is not None
     got = np.concatenate([held.logprobs, trace.logprobs])
     got_top = np.concatenate([held.top_logprobs, np.stack(trace.top)])
-    share = float(max(np.abs(got - expected.following).max(), np.abs(got_top - expected.top).max()) / logits.std())
+    differences = difference_of(got, expected.following), difference_of(got_top, expected.top)
+    share = float(np.max(differences) / logits.std())
     return share <= kit.settings.reference_tolerance, f"largest difference {share:.1e} of the deviation"

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from resin.models.registry import DEFAULT_MODEL, open_checkpoint, resolve
+from resin.models.sources import HubSource
 from resin.plan import InvalidRequest
 from serve.progress import ProgressBar
 
@@ -76,8 +77,11 @@ def _read_config(source: str) -> dict[str, object]:
     path = Path(source)
     if path.suffix == ".json" and path.is_file():
         return dict(json.loads(path.read_text(encoding="utf-8")))
+    found = resolve(source)
+    if isinstance(found, HubSource) and found.find() is None:
+        return found.fetch_config()
     bar = ProgressBar("fetching")
-    checkpoint = open_checkpoint(resolve(source), bar.update)
+    checkpoint = open_checkpoint(found, bar.update)
     try:
         return dict(checkpoint.config)
     finally:

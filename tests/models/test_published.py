@@ -52,6 +52,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "LFM2-350M": {**LFM2, "hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656},
     "LFM2-700M": {**LFM2, "hidden_size": 1536, "num_attention_heads": 24, "block_ff_dim": 10240},
     "LFM2-1.2B": {**LFM2, "hidden_size": 2048, "num_attention_heads": 32, "block_ff_dim": 12288},
+    "LFM2-2.6B": {
+        **LFM2,
+        "num_hidden_layers": 30,
+        "layer_types": ["full_attention" if index in (2, 5, 9, 13, 17, 21, 24, 27) else "conv" for index in range(30)],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "block_ff_dim": 10752,
+        "block_auto_adjust_ff_dim": False,
+    },
     "LFM2-8B-A1B": {
         **LFM2,
         "model_type": "lfm2_moe",
@@ -124,6 +133,7 @@ def parameters(model: AbstractModel) -> int:
         ("LFM2-350M", 0.354),
         ("LFM2-700M", 0.742),
         ("LFM2-1.2B", 1.170),
+        ("LFM2-2.6B", 2.569),
         ("LFM2-8B-A1B", 8.34),
         ("Qwen3-30B-A3B", 30.5),
         ("Gemma-3-270m", 0.268),
@@ -140,6 +150,7 @@ def test_parameters(name: str, billions: float) -> None:
     [
         ("LFM2-350M", 12_288, 0, 40_960),
         ("LFM2-1.2B", 12_288, 0, 81_920),
+        ("LFM2-2.6B", 16_384, 0, 180_224),
         ("LFM2-8B-A1B", 12_288, 0, 147_456),
         ("Qwen3-30B-A3B", 98_304, 0, 0),
         ("Gemma-3-270m", 3_072, 15 * 512 * 1024, 0),

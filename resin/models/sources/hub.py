@@ -62,6 +62,14 @@ class HubSource:
                 part.replace(ref)
             return snapshot
 
+    def fetch_config(self) -> dict[str, Any]:
+        """The repository's config.json alone, asked from the hub; nothing is kept.
+
+        Raises:
+            DownloadError: it cannot be had.
+        """
+        return self._ask(f"{HUB_ENDPOINT.read()}/{self.repository}/resolve/{quote(self.revision, safe='')}/config.json")
+
     def _ref(self) -> Path:
         return self.directory / "refs" / quote(self.revision, safe="")
 

@@ -1,5 +1,6 @@
 """Fetching from a hub: resumption, verification and an honest message for every refusal."""
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from resin.models.sources import DownloadError, HubSource
 from resin.models.sources import transfer as transfer_module
 from resin.models.sources.cache import is_complete
+from resin.models.testing import TINY_CONFIGS
+from serve.cli import main
 from tests.models.sources.hub_stub import COMMIT, HubStub, serving
 
 WEIGHTS = bytes(range(256)) * 400
@@ -50,6 +53,18 @@ def test_wanted_files_arrive_and_the_second_fetch_asks_nothing(stub: HubStub) ->
     stub.statuses["api"] = [500]
     assert SOURCE.find() == SOURCE.fetch() == directory
     assert len(stub.requests) == count
+
+
+def test_a_model_is_inspected_by_its_config_alone(stub: HubStub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.files["config.json"] = json.dumps(TINY_CONFIGS["lfm2"]).encode()
+    assert main(["inspect", "owner/model", "--dtype", "float32"]) == 0
+    assert "owner/model: Lfm2" in capsys.readouterr().out
+    assert [name for name, _, _ in stub.requests] == ["config.json"] and SOURCE.find() is None
+    # What has been fetched is read from this machine.
+    SOURCE.fetch()
+    stub.statuses["config.json"] = [500]
+    with pytest.raises(DownloadError, match="HTTP 500"):
+        SOURCE.fetch_config()
 
 
 def test_a_cut_connection_is_resumed_where_it_broke(stub: HubStub) -> None:
