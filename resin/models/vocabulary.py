@@ -44,8 +44,7 @@ class Vocabulary(nnx.Module):
             f"{embedding if tied else head}.weight",
             assembly=Transposed(),
             partition=(None, axis),
-            # Embedded vectors and logits both keep unit scale for a model of unit-scale blocks.
-            init=Init(std=1.0) if tied else None,
+            # A matrix of the usual scale, also where it embeds: logits of unit deviation, which is what checks assume.
         )
         self.table = (
             None

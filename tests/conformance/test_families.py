@@ -30,8 +30,11 @@ from resin.runtime.mesh import build_mesh
 
 GOLDENS = Path(__file__).resolve().parent.parent / "data" / "goldens"
 SEED = 5
-# Families that between them have every kind of cache group and layer: only these compile every bucket here.
-EVERY_BUCKET = ("lfm2", "gpt_oss")
+# The family that compiles every bucket in the default run; the others do so among the slow tests.
+EVERY_BUCKET = ("lfm2",)
+# Times the logits' deviation, which is below 1.1 for these checkpoints: served logprobs are those of one jitted forward
+# within 1e-5.
+TOLERANCE = 9e-6
 CAPABILITIES = {
     "load": (),
     "prefill": ("plain forward", "chunked", "reference logits", "stale pages"),
@@ -52,7 +55,9 @@ def golden(family: str) -> dict[str, np.ndarray]:
 @cache
 def report_of(family: str, directory: Path, every_bucket: bool) -> Report:
     checkpoint = open_checkpoint_path(write_checkpoint(directory / family, tiny(family)))
-    return verify(checkpoint, reference=golden(family), settings=Settings(buckets=every_bucket))
+    return verify(
+        checkpoint, reference=golden(family), settings=Settings(buckets=every_bucket, engine_tolerance=TOLERANCE)
+    )
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)
