@@ -99,8 +99,15 @@ def test_the_long_prompts_likelihood(runner: ModelRunner) -> None:
     assert np.abs(plain - request.prompt_logprobs.logprobs).max() < 2e-4
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "synchronous"])
-@pytest.mark.parametrize("budget", [256, 16], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    ("overlap", "budget"),
+    [
+        pytest.param(True, 256, id="overlapped-whole"),
+        pytest.param(False, 16, id="synchronous-chunked"),
+        pytest.param(False, 256, id="synchronous-whole", marks=pytest.mark.slow),
+        pytest.param(True, 16, id="overlapped-chunked", marks=pytest.mark.slow),
+    ],
+)
 def test_batched(runner: ModelRunner, overlap: bool, budget: int) -> None:
     with engine_on(runner, overlap=overlap, policy=Policy(max_plan_tokens=budget)) as engine:
         assert run(engine, submit_all(engine)) == golden_tokens()

@@ -22,7 +22,8 @@ from resin.models.testing import TINY_CONFIGS, random_checkpoint, write_checkpoi
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(
-        tmp_path_factory.mktemp("models") / "tiny", random_checkpoint(TINY_CONFIGS["llama"], seed=5)
+        tmp_path_factory.mktemp("models") / "tiny",
+        random_checkpoint({**TINY_CONFIGS["llama"], "num_hidden_layers": 1}, seed=5),
     )
 
 

@@ -21,6 +21,15 @@ SHAPES = [
 ]
 
 
+def with_shapes(*choices):
+    """Every shape with every choice; interpreted kernels (a choice but None) run the last two among the slow tests."""
+    return [
+        pytest.param(shape, choice, marks=[pytest.mark.slow] if choice is not None and shape in SHAPES[3:] else [])
+        for choice in choices
+        for shape in SHAPES
+    ]
+
+
 def options(case: PagedCase, window: int | None, sinks: bool, softcap: float | None) -> dict:
     logits = np.random.default_rng(9).standard_normal(case.q.shape[1]).astype(np.float32) if sinks else None
     return {"window": window, "sinks": logits, "softcap": softcap}
@@ -42,8 +51,7 @@ def run_prefill(case: PagedCase, function, chosen: dict, **extra):
     return jax.jit(call)(case.q, case.arena, *columns, case.key_row, case.value_row)
 
 
-@pytest.mark.parametrize("splits", [None, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "splits"), with_shapes(None, 3))
 def test_decode_matches_dense_attention(shape, splits):
     heads, kv_heads, width, entries, window, sinks, softcap = shape
     case = build_case(
@@ -85,8 +93,7 @@ def test_padded_sequences_decode_to_zeros(interpret):
     assert not np.any(out[1])
 
 
-@pytest.mark.parametrize("tiles", [None, PrefillTiles(64, 32, parts=2)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tiles"), with_shapes(None, PrefillTiles(64, 32, parts=2)))
 def test_prefill_matches_dense_attention(shape, tiles):
     heads, kv_heads, width, entries, window, sinks, softcap = shape
     case = build_case(
