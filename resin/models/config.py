@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from resin.models.rope import Rope
 from resin.plan import InvalidRequest
+
+
+def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in which settings that are absent or null have their defaults."""
+    return {**defaults, **{name: value for name, value in config.items() if value is not None}}
 
 
 def require(config: Mapping[str, Any], *names: str) -> Any:
@@ -83,6 +88,64 @@ def layer_types_of(config: Mapping[str, Any], known: tuple[str, ...]) -> tuple[s
     if len(kinds) != layers or not set(kinds) <= set(known):
         raise InvalidRequest("layer_types", kinds, f"{layers} of {list(known)}")
     return tuple(kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shape of one model: what every family's config says. A model's own Config adds its twist.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: their number.
+        heads, kv_heads, head_dim: of attention.
+        vocab_size: tokens.
+        norm_eps: of every norm.
+        rope: rotation of queries and keys; of the full layers where others have their own.
+        tied: one table embeds tokens and makes logits.
+        max_context_tokens: longest sequence.
+        eos_token_ids: tokens that end a text.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope: Rope
+    tied: bool
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], defaults: Mapping[str, Any], **own: Any) -> Self:
+        """Builds the Config that `own` completes.
+
+        Args:
+            config: a Hugging Face config; null is the same as absent.
+            defaults: what the family's absent settings mean, under their names in the config.
+            own: fields that the model's Config adds, and common ones that it reads in another way.
+
+        Raises:
+            InvalidRequest: a setting is missing.
+        """
+        given = with_defaults(config, defaults)
+        common = {
+            "hidden": require(given, "hidden_size"),
+            "layers": require(given, "num_hidden_layers"),
+            "heads": require(given, "num_attention_heads"),
+            "kv_heads": require(given, "num_key_value_heads", "num_attention_heads"),
+            "head_dim": head_dim_of(given),
+            "vocab_size": require(given, "vocab_size"),
+            "norm_eps": require(given, "rms_norm_eps", "norm_eps"),
+            "tied": bool(require(given, "tie_word_embeddings", "tie_embedding")),
+            "max_context_tokens": require(given, "max_position_embeddings"),
+            "eos_token_ids": eos_ids_of(given),
+        }
+        if "rope" not in own:
+            common["rope"] = rope_of(given, common["head_dim"])
+        return cls(**{**common, **own})
 
 
 def fields_of(config: Any) -> dict[str, Any]:

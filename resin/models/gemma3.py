@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import eos_ids_of, head_dim_of, layer_types_of, refuse, require, rope_of
+from resin.models.config import DecoderConfig, head_dim_of, layer_types_of, refuse, require, rope_of, with_defaults
 from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
@@ -24,25 +24,15 @@ from resin.plan import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Config:
+class Gemma3Config(DecoderConfig):
     """Shape of one model. `from_hf` reads it from a Hugging Face config."""
 
-    hidden: int
     ffn: int
     layer_types: tuple[str, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
     window_tokens: int
-    query_scalar: float  # scores are divided by its square root
-    vocab_size: int
-    norm_eps: float
-    full_rope: Rope
     sliding_rope: Rope
+    query_scalar: float  # scores are divided by its square root
     logit_softcap: float | None
-    tied: bool
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
@@ -54,33 +44,30 @@ class Gemma3Config:
         refuse(config, "attention_bias", False)
         refuse(config, "hidden_activation", "gelu_pytorch_tanh")
         refuse(config, "use_bidirectional_attention", False)
-        head_dim = head_dim_of({"head_dim": 256, **config})
+        defaults = {
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_embedding": True,
+            "max_position_embeddings": 131_072,
+        }
+        given = with_defaults(config, defaults)
+        head_dim = head_dim_of(given)
         local: Mapping[str, Any] = config
         if config.get("rope_parameters") is None:
             # Older files name the windowed layers' frequency apart; only full layers are ever scaled.
             local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
-        return cls(
-            hidden=require(config, "hidden_size"),
+        return cls.read(
+            config,
+            defaults,
             ffn=require(config, "intermediate_size"),
             layer_types=_layer_types(config),
-            heads=require(config, "num_attention_heads"),
-            kv_heads=require(config, "num_key_value_heads"),
-            head_dim=head_dim,
             window_tokens=require(config, "sliding_window"),
-            query_scalar=config.get("query_pre_attn_scalar", 256),
-            vocab_size=require(config, "vocab_size"),
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            full_rope=rope_of({"rope_theta": 1e6, **config}, head_dim, FULL),
+            rope=rope_of(given, head_dim, FULL),
             sliding_rope=rope_of(local, head_dim, SLIDING),
+            query_scalar=config.get("query_pre_attn_scalar", 256),
             logit_softcap=config.get("final_logit_softcapping"),
-            tied=bool(config.get("tie_word_embeddings", True)),
-            max_context_tokens=config.get("max_position_embeddings", 131_072),
-            eos_token_ids=eos_ids_of(config),
         )
-
-    @property
-    def layers(self) -> int:
-        return len(self.layer_types)
 
 
 def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -105,7 +92,7 @@ class Gemma3Layer(nnx.Module):
             heads=config.heads,
             kv_heads=config.kv_heads,
             layer=sliding_layer(config, placement, index, scale=config.query_scalar**-0.5),
-            rope=config.full_rope if config.layer_types[index] == FULL else config.sliding_rope,
+            rope=config.rope if config.layer_types[index] == FULL else config.sliding_rope,
             qk_norm_eps=config.norm_eps,
             norm_order=NormOrder.ONE_PLUS,
         )

@@ -12,38 +12,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import eos_ids_of, head_dim_of, layer_types_of, refuse, require, rope_of
+from resin.models.config import DecoderConfig, layer_types_of, refuse, require
 from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
 from resin.models.experts import ExpertSizes, joined_experts
 from resin.models.norm import NormOrder, RMSNorm
-from resin.models.rope import Rope
 from resin.models.routers import TopKSoftmaxRouter
 from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
 from resin.plan import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
-class GptOssConfig:
+class GptOssConfig(DecoderConfig):
     """Shape of one model. `from_hf` reads it from a Hugging Face config."""
 
-    hidden: int
     layer_types: tuple[str, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
     window_tokens: int
     experts: ExpertSizes
     packed: bool  # experts are MXFP4
     gate_limit: float
     gate_alpha: float
-    vocab_size: int
-    norm_eps: float
-    rope: Rope
-    tied: bool
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
@@ -54,15 +43,18 @@ class GptOssConfig:
         """
         refuse(config, "attention_bias", True)
         refuse(config, "hidden_act", "silu")
-        head_dim = head_dim_of({"head_dim": 64, **config})
         layers = require(config, "num_hidden_layers")
         kinds = config.get("layer_types") or [FULL if index % 2 else SLIDING for index in range(layers)]
-        return cls(
-            hidden=require(config, "hidden_size"),
+        defaults = {
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "tie_embedding": False,
+            "max_position_embeddings": 131_072,
+        }
+        return cls.read(
+            config,
+            defaults,
             layer_types=layer_types_of({**config, "layer_types": kinds}, (FULL, SLIDING)),
-            heads=require(config, "num_attention_heads"),
-            kv_heads=require(config, "num_key_value_heads"),
-            head_dim=head_dim,
             window_tokens=require(config, "sliding_window"),
             experts=ExpertSizes(
                 experts=require(config, "num_local_experts"),
@@ -73,17 +65,7 @@ class GptOssConfig:
             packed=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
             gate_limit=config.get("swiglu_limit", 7.0),
             gate_alpha=config.get("swiglu_alpha", 1.702),
-            vocab_size=require(config, "vocab_size"),
-            norm_eps=config.get("rms_norm_eps", 1e-5),
-            rope=rope_of(config, head_dim),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            max_context_tokens=config.get("max_position_embeddings", 131_072),
-            eos_token_ids=eos_ids_of(config),
         )
-
-    @property
-    def layers(self) -> int:
-        return len(self.layer_types)
 
 
 def clamped_gate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float) -> jax.Array:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import eos_ids_of, head_dim_of, layer_types_of, place_of, refuse, require, rope_of
+from resin.models.config import DecoderConfig, layer_types_of, place_of, refuse, require
 from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder, kv_plane
 from resin.models.mlp import GatedMLP
 from resin.models.norm import RMSNorm
-from resin.models.rope import Rope
 from resin.models.short_conv import ShortConv
 from resin.plan import CacheGroup, HistoryGroup, Plane, StateGroup
 
@@ -24,22 +23,12 @@ ATTENTION, CONV = "full_attention", "conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Lfm2Config:
+class Lfm2Config(DecoderConfig):
     """Shape of one model. `from_hf` reads it from a Hugging Face config."""
 
-    hidden: int
     ffn: int
     layer_types: tuple[str, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
     taps: int  # inputs that the filters see, the current one included
-    vocab_size: int
-    norm_eps: float
-    rope: Rope
-    tied: bool
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Lfm2Config:
@@ -48,31 +37,15 @@ class Lfm2Config:
         Raises:
             InvalidRequest: a field is missing, or asks for something that this file does not compute.
         """
-        return cls(**base_fields(config), ffn=_ffn_width(config))
+        return cls.read_lfm2(config, ffn=_ffn_width(config))
 
-    @property
-    def layers(self) -> int:
-        return len(self.layer_types)
-
-
-def base_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What dense and mixture-of-experts configs share: all fields but the feed-forward width."""
-    refuse(config, "conv_bias", False)
-    head_dim = head_dim_of(config)
-    return {
-        "hidden": require(config, "hidden_size"),
-        "layer_types": _layer_types(config),
-        "heads": require(config, "num_attention_heads"),
-        "kv_heads": require(config, "num_key_value_heads"),
-        "head_dim": head_dim,
-        "taps": config.get("conv_L_cache", 3),
-        "vocab_size": require(config, "vocab_size"),
-        "norm_eps": config.get("norm_eps", 1e-5),
-        "rope": rope_of({"rope_theta": 1e6, **config}, head_dim),
-        "tied": bool(config.get("tie_word_embeddings", config.get("tie_embedding", True))),
-        "max_context_tokens": config.get("max_position_embeddings", 128_000),
-        "eos_token_ids": eos_ids_of(config),
-    }
+    @classmethod
+    def read_lfm2(cls, config: Mapping[str, Any], **own: Any) -> Self:
+        """Builds the Config that `own` completes: what dense and mixture-of-experts configs share is read here."""
+        refuse(config, "conv_bias", False)
+        defaults = {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_embedding": True, "max_position_embeddings": 128_000}
+        taps = config.get("conv_L_cache", 3)
+        return cls.read(config, defaults, layer_types=_layer_types(config), taps=taps, **own)
 
 
 def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:

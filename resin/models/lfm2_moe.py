@@ -11,7 +11,7 @@ from flax import nnx
 from resin.models.config import require
 from resin.models.declare import Placement
 from resin.models.experts import ExpertSizes, listed_experts
-from resin.models.lfm2 import Lfm2, Lfm2Config, Lfm2Layer, base_fields
+from resin.models.lfm2 import Lfm2, Lfm2Config, Lfm2Layer
 from resin.models.routers import SigmoidRouter
 
 
@@ -28,8 +28,8 @@ class Lfm2MoeConfig(Lfm2Config):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Lfm2MoeConfig:
         """Reads a config; raises InvalidRequest as `Lfm2Config.from_hf` does."""
-        return cls(
-            **base_fields(config),
+        return cls.read_lfm2(
+            config,
             ffn=require(config, "intermediate_size"),
             experts=ExpertSizes(
                 experts=require(config, "num_experts", "num_local_experts"),

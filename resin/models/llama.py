@@ -10,32 +10,20 @@ import jax
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import eos_ids_of, head_dim_of, refuse, require, rope_of
+from resin.models.config import DecoderConfig, refuse, require
 from resin.models.context import AttentionLayer, Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder, kv_plane
 from resin.models.mlp import GatedMLP
 from resin.models.norm import RMSNorm
-from resin.models.rope import Rope
 from resin.plan import CacheGroup, HistoryGroup
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
+class LlamaConfig(DecoderConfig):
     """Shape of one model. `from_hf` reads it from a Hugging Face config."""
 
-    hidden: int
     ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    rope: Rope
-    tied: bool
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -48,21 +36,8 @@ class LlamaConfig:
         refuse(config, "mlp_bias", False)
         refuse(config, "hidden_act", "silu")
         refuse(config, "sliding_window", None)
-        head_dim = head_dim_of(config)
-        return cls(
-            hidden=require(config, "hidden_size"),
-            ffn=require(config, "intermediate_size"),
-            layers=require(config, "num_hidden_layers"),
-            heads=require(config, "num_attention_heads"),
-            kv_heads=config.get("num_key_value_heads") or require(config, "num_attention_heads"),
-            head_dim=head_dim,
-            vocab_size=require(config, "vocab_size"),
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope=rope_of(config, head_dim),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            max_context_tokens=config.get("max_position_embeddings", 2048),
-            eos_token_ids=eos_ids_of(config),
-        )
+        defaults = {"rms_norm_eps": 1e-6, "tie_embedding": False, "max_position_embeddings": 2048}
+        return cls.read(config, defaults, ffn=require(config, "intermediate_size"))
 
 
 class LlamaLayer(nnx.Module):
