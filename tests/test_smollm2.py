@@ -28,7 +28,7 @@ def runner() -> ModelRunner:
     options = RunnerOptions(
         max_sequences=6,
         max_context_tokens=1024,
-        decode_sequences=(1, 6),
+        decode_sequences=(6,),
         prefill_tokens=(16, 256),
         prefill_sequences=6,
     )
