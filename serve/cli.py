@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 for what went wrong while running, 130 after Ctrl-C.
     """
     args = build_parser().parse_args(arguments)
+    if getattr(args, "model", None) and os.getcwd() not in sys.path:
+        # An installed script looks for modules beside itself; users keep a model file where they work.
+        sys.path.insert(0, os.getcwd())
     try:
         status: int = args.run(args)
     except (ResinError, OSError) as error:

@@ -17,6 +17,9 @@ REFERENCE = Path(__file__).resolve().parent.parent / "data" / "goldens" / "grani
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     directory = write_example(tmp_path)
+    # The commands find the file by themselves, in the directory where they are run.
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    sys.modules.pop("granite", None)
     monkeypatch.chdir(tmp_path)
     yield directory
     sys.modules.pop("granite", None)

@@ -12,9 +12,12 @@ from gguf.quants import dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from resin.models.declare import Placement
+from resin.models.gpt_oss import GptOss, GptOssConfig
 from resin.models.loading import CheckpointError, open_checkpoint_path
 from resin.models.loading.gguf_config import fit_llama3_rope
 from resin.models.registry import MODELS
+from resin.models.weights import AbstractModel, check_tensors
 from tests.models.loading.gguf_files import (
     EXPERT_FFN,
     EXPERTS,
@@ -175,6 +178,18 @@ def test_gpt_oss_experts_stay_packed_in_the_safetensors_layout(tmp_path: Path) -
         np.testing.assert_array_equal(found.astype(np.float32), expected)
     bias = f"{experts}gate_up_proj_bias"
     np.testing.assert_array_equal(checkpoint.read_dequantised(bias), file.expected[bias])
+
+
+@pytest.mark.parametrize("left_out", [None, "blk.1.ffn_down_exps.weight"])
+def test_gpt_oss_is_loaded_packed_where_every_expert_is(tmp_path: Path, left_out: str | None) -> None:
+    file = make_gpt_oss()
+    packed = {name: Kind.MXFP4 for name in file.stored if "_exps.weight" in name and name != left_out}
+    checkpoint = open_checkpoint_path(file.write(tmp_path / "model.gguf", packed))
+    config = GptOssConfig.from_hf(checkpoint.config)
+    assert config.packed == (left_out is None)
+    model = AbstractModel.of(GptOss(config, Placement()))
+    check_tensors(model, checkpoint)
+    assert any(item.dtype == "uint8" for item in model.declarations) == config.packed
 
 
 def test_parallel_reads_agree(tmp_path: Path) -> None:
