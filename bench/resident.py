@@ -21,6 +21,7 @@ from jax import lax
 
 from bench.roofline import CeilingProbe, burst_s, launches_within
 from resin import BatchPlan
+from resin.plan.cache import fp8_scales
 from resin.runtime import ModelRunner
 
 # Launches that a device queues before a call blocks: JAX holds 32, and a call that waits says nothing about the host.
@@ -51,20 +52,22 @@ class ResidentCase:
 
 
 def fill_with_noise(runner: ModelRunner, seed: int = 0) -> None:
-    """Writes unit normal values all over the arena, or what 8-bit values below 2 look like in it.
+    """Writes unit normal values all over the arena, or bytes that are 8-bit values below 2 where a group holds such.
 
     Zeros would be faster than what a cache really holds.
     """
-    runner.replace_arena(partial(_noise, key=jax.random.key(seed)))
+    as_bytes = bool(fp8_scales(runner.config.groups)) or runner.config.arena_dtype == "uint16"
+    runner.replace_arena(partial(_noise, key=jax.random.key(seed), as_bytes=as_bytes))
 
 
-@partial(jax.jit, donate_argnums=0)
-def _noise(arena: jax.Array, key: jax.Array) -> jax.Array:
+@partial(jax.jit, donate_argnums=0, static_argnames="as_bytes")
+def _noise(arena: jax.Array, key: jax.Array, as_bytes: bool) -> jax.Array:
     pages, width = arena.shape
     rows = max(1, min(pages, NOISE_BYTES // (width * arena.dtype.itemsize)))
-    if jnp.issubdtype(arena.dtype, jnp.integer):
-        # The upper exponent bit of either byte off: no NaN, no large values, as 8-bit or as 16-bit floats.
-        block = jax.random.bits(key, (rows, width), arena.dtype) & 0xBFBF
+    if as_bytes:
+        # The upper exponent bit of every byte off: no NaN and no large value, as 8-bit and as wider floats.
+        bits = jax.random.bits(key, (rows, width * arena.dtype.itemsize), jnp.uint8) & 0xBF
+        block = lax.bitcast_convert_type(bits.reshape(rows, width, arena.dtype.itemsize), arena.dtype)
     else:
         block = jax.random.normal(key, (rows, width), arena.dtype)
 
