@@ -6,7 +6,6 @@ import collections
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families

@@ -13,7 +13,6 @@ from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.scheduler import PlannedStep, Scheduler
 from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
 
-
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
