@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FILE_LINES = 500
 IMPORT_BUDGET_S = 0.150
 IMPORT_TRIES = 20
+IMPORT_PER_NUMPY = 2.5
 
 
 def module_name(path: Path) -> str:
@@ -165,16 +167,20 @@ def test_pallas_call_is_found_however_it_is_spelled() -> None:
 
 def test_import_resin_leaves_jax_alone_and_is_quick() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import resin; took = time.perf_counter() - start; "
-        "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'tokenizers'} & set(sys.modules); print(took, *sorted(heavy))"
+        "import sys, time; start = time.perf_counter(); import numpy; numpy_s = time.perf_counter() - start; "
+        "import resin; "
+        "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'tokenizers'} & set(sys.modules); "
+        "print(time.perf_counter() - start, numpy_s, *sorted(heavy))"
     )
-    took_s = []
-    # The fastest run counts: the others measure what else the machine was doing.
-    while len(took_s) < IMPORT_TRIES and min(took_s, default=IMPORT_BUDGET_S) >= IMPORT_BUDGET_S:
-        took, *heavy = run_python(code).split()
+    took_s, numpy_s = [math.inf], [math.inf]
+    # The fastest run counts: the others measure what else the machine was doing. On a slow or busy machine numpy, whose
+    # import is half of the whole, is the yardstick.
+    while len(took_s) <= IMPORT_TRIES and min(took_s) >= IMPORT_BUDGET_S:
+        took, numpy_alone, *heavy = run_python(code).split()
         assert heavy == []
         took_s.append(float(took))
-    assert min(took_s) < IMPORT_BUDGET_S
+        numpy_s.append(float(numpy_alone))
+    assert min(took_s) < max(IMPORT_BUDGET_S, IMPORT_PER_NUMPY * min(numpy_s)), (min(took_s), min(numpy_s))
 
 
 @pytest.mark.parametrize("module", ["resin.plan", "resin.sched"])

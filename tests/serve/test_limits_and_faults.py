@@ -35,7 +35,7 @@ async def connected(server: HttpServer) -> AsyncIterator[Callable[..., Any]]:
         yield lambda request: session.post("/v1/chat/completions", json=request)
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition did not come true"
@@ -51,7 +51,7 @@ async def metrics(server: HttpServer) -> dict[str, float]:
 
 async def wait_for_state(server: HttpServer, **expected: int) -> None:
     """Polls /health until it says so."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     async with aiohttp.ClientSession(server.url) as session:
         while True:
             async with session.get("/health") as response:
@@ -67,7 +67,7 @@ class Gate:
 
     def __init__(self, runner: ScriptedRunner) -> None:
         self._event = threading.Event()
-        runner.before_step = lambda: self._event.wait(10) and None  # type: ignore[func-returns-value]
+        runner.before_step = lambda: self._event.wait(60) and None  # type: ignore[func-returns-value]
 
     def open(self) -> None:
         self._event.set()
