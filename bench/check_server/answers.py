@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,20 +85,15 @@ def read_chat_stream(stream: Stream) -> Answer:
         Failed: an error in it, or no proper end.
     """
     answer = Answer()
-    for at_s, event in stream.ok().events:
-        answer.usage, answer.ended_s = event.get("usage") or answer.usage, at_s
-        for choice in event.get("choices") or []:
-            if choice["index"] != 0:
-                continue
-            delta = choice["delta"]
-            text, reasoning = delta.get("content") or "", _reasoning(delta)
-            answer.text += text
-            answer.reasoning += reasoning
-            for part in delta.get("tool_calls") or []:
-                _add_call(answer.calls, part)
-            if text or reasoning:
-                answer.pieces.append((at_s, text or reasoning))
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    for at_s, choice in _first_choices(stream, answer):
+        delta = choice["delta"]
+        text, reasoning = delta.get("content") or "", _reasoning(delta)
+        answer.text += text
+        answer.reasoning += reasoning
+        for part in delta.get("tool_calls") or []:
+            _add_call(answer.calls, part)
+        if text or reasoning:
+            answer.pieces.append((at_s, text or reasoning))
     return _checked(answer)
 
 
@@ -109,15 +104,21 @@ def read_completion_stream(stream: Stream) -> Answer:
         Failed: an error in it, or no proper end.
     """
     answer = Answer()
+    for at_s, choice in _first_choices(stream, answer):
+        answer.text += choice["text"]
+        if choice["text"]:
+            answer.pieces.append((at_s, choice["text"]))
+    return _checked(answer)
+
+
+def _first_choices(stream: Stream, answer: Answer) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """Each piece of the first choice with its arrival; usage, finish reason and end go into the answer."""
     for at_s, event in stream.ok().events:
         answer.usage, answer.ended_s = event.get("usage") or answer.usage, at_s
         for choice in event.get("choices") or []:
             if choice["index"] == 0:
-                answer.text += choice["text"]
-                if choice["text"]:
-                    answer.pieces.append((at_s, choice["text"]))
+                yield at_s, choice
                 answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-    return _checked(answer)
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
