@@ -48,10 +48,8 @@ def commit(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) ->
         BadOutput: the output does not fit the plan.
     """
     if planned.cohort is not None:
-        committed = _commit_decode(scheduler, planned, planned.cohort, output)
-    else:
-        committed = _commit_prefill(scheduler, planned, output)
-    return committed
+        return _commit_decode(scheduler, planned, planned.cohort, output)
+    return _commit_prefill(scheduler, planned, output)
 
 
 def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, output: ForwardOutput) -> Committed:
