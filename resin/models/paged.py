@@ -16,6 +16,7 @@ from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
 from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
+from resin.pallas_kernels.new_token import NewTokens
 from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, Backend, Kernels, pick_kernels
 from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
 from resin.plan.cache import FP8_DTYPE
@@ -102,26 +103,20 @@ class PagedContext(Context):
         plain = norms is None or norms[0].order is not NormOrder.ONE_PLUS
         if self._is_reference or not plain or self.phase is not Phase.DECODE or joined.dtype != jnp.bfloat16:
             return super().attend_joined(layer, joined, rope, norms, sinks)
-        with jax.named_scope("append"):
-            rows, key_row, value_row = self._layer_rows(layer)
-            cos, sin = self.rotation(rope)
-            query, self.arena = self._kernels.rope_append(
-                joined,
-                cos,
-                sin,
-                self.arena,
-                self.columns[f"append_pages:{layer.group}"],
-                self.columns[f"append_offsets:{layer.group}"],
-                key_row,
-                value_row,
-                kv_heads=layer.kv_heads,
-                page_entries=rows.page_entries,
-                q_norm=None if norms is None else norms[0].weight[...],
-                k_norm=None if norms is None else norms[1].weight[...],
-                eps=1e-6 if norms is None else norms[0].eps,
-                fp8_scale=rows.fp8_scale,
-            )
-        return self._attend_pages(layer, query, sinks)
+        cos, sin = self.rotation(rope)
+        weights = () if norms is None else tuple(norm.weight[...] for norm in norms)
+        places = (self.columns[f"append_{part}:{layer.group}"] for part in ("pages", "offsets"))
+        out, self.arena, counters = self._kernels.append_and_attend(
+            joined,
+            NewTokens(cos, sin, *places, *weights),
+            self.arena,
+            *self._page_columns(layer),
+            counters=self._zero_counters("decode", joined.shape[0] * layer.kv_heads),
+            eps=1e-6 if norms is None else norms[0].eps,
+            **self._attention_options(layer, sinks),
+        )
+        self._keep_counters("decode", counters)
+        return out
 
     def product(
         self,
@@ -186,10 +181,15 @@ class PagedContext(Context):
         key_row = rows.first_row + layer.index * 2 * stride
         return rows, key_row, key_row + stride
 
-    def _attend_pages(self, layer: AttentionLayer, query: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        rows, key_row, value_row = self._layer_rows(layer)
-        columns = self.columns
-        shared: dict[str, Any] = {
+    def _page_columns(self, layer: AttentionLayer) -> tuple[Any, ...]:
+        """What tells decode attention where a layer's keys and values lie."""
+        _, key_row, value_row = self._layer_rows(layer)
+        names = f"page_indptr:{layer.group}", f"page_ids:{layer.group}", "seq_lens", f"first_position:{layer.group}"
+        return *(self.columns[name] for name in names), key_row, value_row
+
+    def _attention_options(self, layer: AttentionLayer, sinks: jax.Array | None) -> dict[str, Any]:
+        rows = self.plane_rows(layer.group, layer.plane)
+        return {
             "kv_heads": layer.kv_heads,
             "page_entries": rows.page_entries,
             "scale": layer.scale,
@@ -198,35 +198,17 @@ class PagedContext(Context):
             "softcap": layer.softcap,
             "fp8_scale": rows.fp8_scale,
         }
-        page_indptr, page_ids = columns[f"page_indptr:{layer.group}"], columns[f"page_ids:{layer.group}"]
-        seq_lens, first_position = columns["seq_lens"], columns[f"first_position:{layer.group}"]
+
+    def _attend_pages(self, layer: AttentionLayer, query: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        columns, options = self._page_columns(layer), self._attention_options(layer, sinks)
         if self.phase is Phase.DECODE:
-            out, counters = self._kernels.paged_decode(
-                query,
-                self.arena,
-                page_indptr,
-                page_ids,
-                seq_lens,
-                first_position,
-                key_row,
-                value_row,
-                counters=self._zero_counters("decode", query.shape[0] * layer.kv_heads),
-                **shared,
-            )
+            counters = self._zero_counters("decode", query.shape[0] * layer.kv_heads)
+            out, counters = self._kernels.paged_decode(query, self.arena, *columns, counters=counters, **options)
             self._keep_counters("decode", counters)
             return out
-        return self._kernels.paged_prefill(
-            query,
-            self.arena,
-            page_indptr,
-            page_ids,
-            columns["query_indptr"],
-            seq_lens,
-            first_position,
-            key_row,
-            value_row,
-            **shared,
-        )
+        page_indptr, page_ids, *rest = columns
+        query_indptr = self.columns["query_indptr"]
+        return self._kernels.paged_prefill(query, self.arena, page_indptr, page_ids, query_indptr, *rest, **options)
 
     def live_tokens(self) -> jax.Array:
         return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][1]

@@ -44,6 +44,7 @@ class DenseTiles:
     num_warps: int = 4
     num_stages: int = 5
     vector: bool = False  # on the vector units, at most VECTOR_SUMS rows (gated: half of it)
+    transposed: bool = False  # W.T @ x.T: columns are the rows of the tensor cores' product
 
 
 def dense_small(
@@ -224,8 +225,10 @@ def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
 def _matrix_product(x_ref, weight_ref, norm_ref, column, first_step, steps, spec: _Spec):
     """Sums of squares `[row_tile]` and one `[row_tile, block_columns]` product a part."""
     walk = functools.partial(_matrix_step, x_ref, weight_ref, norm_ref, column, first_step, spec)
-    sums = tuple(jnp.zeros((spec.row_tile, spec.tiles.block_columns), jnp.float32) for _ in range(spec.parts))
-    return lax.fori_loop(0, steps, walk, (jnp.zeros((spec.row_tile,), jnp.float32), *sums))
+    shape = (spec.row_tile, spec.tiles.block_columns)
+    zeros = [jnp.zeros(shape[::-1] if spec.tiles.transposed else shape, jnp.float32)] * spec.parts
+    squares, *sums = lax.fori_loop(0, steps, walk, (jnp.zeros((spec.row_tile,), jnp.float32), *zeros))
+    return squares, *(total.T if spec.tiles.transposed else total for total in sums)
 
 
 def _vector_product(x_ref, weight_ref, norm_ref, column, first_step, steps, spec: _Spec):
@@ -289,7 +292,8 @@ def _matrix_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, i
         scale = plgpu.load(norm_ref.at[inner], mask=held, other=0).astype(jnp.float32)
         x = (wide * scale[None, :]).astype(x.dtype)
     for part, weight in enumerate(_load_weights(weight_ref, inner, column, spec)):
-        sums[part] = sums[part] + tile_dot(x, weight)
+        product = tile_dot(weight, x, trans_a=True, trans_b=True) if spec.tiles.transposed else tile_dot(x, weight)
+        sums[part] = sums[part] + product
     return squares, *sums
 
 

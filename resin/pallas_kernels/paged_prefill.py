@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, vector_pieces
 from resin.pallas_kernels.paged_decode import gather_pages
-from resin.pallas_kernels.tiles import LOG2E, MASKED, dot_pieces, exp2_affine, load_rows, piece_lanes, tile_dot
+from resin.pallas_kernels.tiles import LOG2E, MASKED, NO_TOP, dot_pieces, exp2_affine, load_rows, piece_lanes, tile_dot
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
@@ -261,7 +261,7 @@ def _attend(arena_ref, ids_ref, planes_ref, tile: _Tile, parts: list[_Part], spe
     block = spec.tiles.block_tokens
     carry = [
         (
-            jnp.full((spec.part_rows,), MASKED, jnp.float32),
+            jnp.full((spec.part_rows,), NO_TOP, jnp.float32),
             jnp.zeros((spec.part_rows,), jnp.float32),
             (jnp.zeros((spec.part_rows, spec.columns), jnp.float32),) * spec.pieces,
         )

@@ -12,7 +12,12 @@ import jax
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
-from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
+from resin.pallas_kernels.paged_decode import (
+    append_and_attend,
+    append_and_attend_ref,
+    paged_decode_attention,
+    paged_decode_attention_ref,
+)
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
@@ -41,6 +46,7 @@ class Kernels:
 
     backend: Backend
     paged_decode: Callable[..., tuple[jax.Array, jax.Array | None]]
+    append_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     paged_prefill: Callable[..., jax.Array]
     rope_append: Callable[..., tuple[jax.Array, jax.Array]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
@@ -61,6 +67,7 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
         return Kernels(
             backend,
             paged_decode_attention_ref,
+            append_and_attend_ref,
             paged_prefill_attention_ref,
             rope_append_ref,
             dense_small_ref,
@@ -71,6 +78,7 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
     return Kernels(
         backend,
         functools.partial(paged_decode_attention, cores=cores, interpret=interpret),
+        functools.partial(append_and_attend, cores=cores, interpret=interpret),
         functools.partial(paged_prefill_attention, interpret=interpret),
         functools.partial(rope_append, interpret=interpret),
         functools.partial(_dense, interpret=interpret),

@@ -12,18 +12,22 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import FP8
 
-MASKED = -1e30  # a masked score; finite, so that a fully masked block gives weights that a later correction zeroes
+MASKED = -1e30  # a masked score
+# Where running maxima start: below every real score and far above MASKED times any scale, so that masked scores weigh
+# nothing in rows that have seen no other. Both at MASKED would not do: a fused multiply-add subtracts the rounded from
+# the exact product, and 2 to that difference may be infinite.
+NO_TOP = -1e20
 LOG2E = math.log2(math.e)
 MIN_ROWS = 16  # rows of the smallest tensor-core product
 
 
-def tile_dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
-    """`a @ b` or `a @ b.T` of two tiles in float32; float32 operands keep full precision."""
+def tile_dot(a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
+    """`a @ b`, either transposed, of two tiles in float32; float32 operands keep full precision."""
     exact = a.dtype == jnp.float32
     return lax.dot_general(
         a,
         b,
-        (((1,), (1 if trans_b else 0,)), ((), ())),
+        (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )

@@ -9,7 +9,8 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.experts import expert_ffn
-from resin.pallas_kernels.paged_decode import paged_decode_attention
+from resin.pallas_kernels.new_token import NewTokens
+from resin.pallas_kernels.paged_decode import append_and_attend, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.sampling import Draw, sample_tokens
@@ -50,6 +51,16 @@ def attention_call(function, name: str, tokens: int | None):
     return lambda *arguments: call(*arguments, 0, stride), (query, arena, *columns)
 
 
+def append_and_attend_call(name: str, norms: bool):
+    heads, kv_heads, width, entries, options = ATTENTION[name]
+    _, (query, *columns) = attention_call(paged_decode_attention, name, None)
+    call = partial(append_and_attend, kv_heads=kv_heads, page_entries=entries, scale=0.1, **options)
+    turn, place = Array((query.shape[0], width // 2), FLOAT), Array((query.shape[0],), INT)
+    new = NewTokens(turn, turn, place, place, *([Array((width,), BF16)] * 2 if norms else []))
+    joined = Array((query.shape[0], heads + 2 * kv_heads, width), BF16)
+    return lambda *arguments: call(*arguments, 0, kv_heads * entries), (joined, new, *columns)
+
+
 def append_call(fp8_scale: float | None):
     call = partial(rope_append, kv_heads=8, page_entries=16, fp8_scale=fp8_scale)
 
@@ -82,6 +93,7 @@ def sampling_call(rows: int, vocab: int):
 CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
     **{f"prefill {name}": partial(attention_call, paged_prefill_attention, name, 2048) for name in ATTENTION},
+    **{f"append and attend {name}": partial(append_and_attend_call, name, "fp8" in name) for name in ATTENTION},
     "prefill of few tokens": partial(attention_call, paged_prefill_attention, "8B", 8),
     "append": partial(append_call, None),
     "append fp8": partial(append_call, 2.0),
