@@ -53,6 +53,7 @@ def drive(
     num_pages: int,
     rounds: int,
     steps: int,
+    overlap: int = 1,
 ) -> Driven:
     """Decodes B sequences whose length passes the case's context half way through.
 
@@ -63,12 +64,17 @@ def drive(
         params: sampling of every request.
         num_pages: pages of the runner's arena.
         rounds, steps: windows, and steps of each.
+        overlap: plans in flight while the next is made.
     """
     growth = growth_tokens(rounds, steps)
     start = max(1, case.context_tokens - growth // 2)
     engine_ms, bare_ms = [], []
     engine = Engine(
-        CaseRunner(runner, case), context_length=case.max_context_tokens, cache_pages=num_pages, policy=PATIENT
+        CaseRunner(runner, case),
+        context_length=case.max_context_tokens,
+        cache_pages=num_pages,
+        policy=PATIENT,
+        overlap=overlap,
     )
     with engine:
         prompts = random_prompts(case, runner.config.vocab_size, [start] * case.sequences)

@@ -58,6 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     timing.add_argument("--rounds", type=int, default=7)
     timing.add_argument("--burst-s", type=float, default=0.2, help="seconds of queued launches a round and case")
     timing.add_argument("--engine", action="store_true", help="also drive decode through the Engine")
+    timing.add_argument("--overlap", type=int, default=1, help="plans that the Engine keeps in flight (1)")
     timing.add_argument("--engine-steps", type=int, default=32, help="engine steps a round")
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, help="JSON lines to append to")
@@ -157,10 +158,11 @@ def run_cases(
     for case, resident, error in zip(cases, residents, checks, strict=True):
         driven = None
         if args.engine and case.phase is Phase.DECODE:
-            window = {"num_pages": setup.num_pages, "rounds": args.rounds, "steps": args.engine_steps}
+            window = {"num_pages": setup.num_pages, "rounds": args.rounds, "steps": args.engine_steps, "overlap": args.overlap}
             driven = drive(case, runner, resident.plan, params, **window)
         row = case_row(case, resident, driven, counter.count(resident.plan), ceilings, setup)
         row |= {"model": choice.name, "weights": "random" if args.dummy else "checkpoint", "check_error": error}
+        row |= {"overlap": args.overlap} if driven is not None else {}
         row |= {"sampling": {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}}
         row |= {"balanced_experts": args.balanced_experts, **memory, **about}
         print_row(row)

@@ -38,6 +38,8 @@ from resin.sched.commit import Committed, commit
 from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.scheduler import PlannedStep, Policy, Scheduler
 
+MAX_OVERLAP = 4
+
 
 class EngineFailed(ResinError):
     """The engine is quarantined: a step failed after its plan was accepted. Build a new engine."""
@@ -51,7 +53,8 @@ class Engine:
         context_length: longest sequence in tokens, prompt and output; None takes the runner's limit.
         prefix_cache: reuse aligned prefixes across requests.
         enable_metrics: collect metrics (`engine.metrics.registry`).
-        overlap: plan the next step while the runner works, if the runner can; results are the same.
+        overlap: plans that may be in flight while the next one is made, if the runner can; 0 (or False) waits for each.
+            Results are the same. 1 hides planning; 2 also hides a read-back that takes longer than a step.
         cache_pages: pages of the arena; None asks the runner (`free_pages()`), else takes what all slots at full
             context would lease.
         policy: scheduling choices.
@@ -69,7 +72,7 @@ class Engine:
         context_length: int | None = None,
         prefix_cache: bool = False,
         enable_metrics: bool = True,
-        overlap: bool = True,
+        overlap: int = 1,
         cache_pages: int | None = None,
         policy: Policy | None = None,
         record: str | Path | None = None,
@@ -83,7 +86,9 @@ class Engine:
         if not 2 <= self.context_length <= config.max_context_tokens:
             raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
         self._clock = clock
-        self._overlap = overlap and isinstance(runner, OverlapRunner)
+        if not 0 <= overlap <= MAX_OVERLAP:
+            raise InvalidRequest("overlap", overlap, f"0 to {MAX_OVERLAP} plans")
+        self._overlap = int(overlap) if isinstance(runner, OverlapRunner) else 0
         self._accept_hook: Callable[[BatchPlan], None] | None = getattr(runner, "accept", None)
         self.arena = self._bind_arena(cache_pages, prefix_cache)
         cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
@@ -215,7 +220,7 @@ class Engine:
         if planned is not None:
             self._accept(planned)
             self._dispatch(planned)
-        if self._in_flight and (planned is None or len(self._in_flight) > int(self._overlap)):
+        if self._in_flight and (planned is None or len(self._in_flight) > self._overlap):
             self._commit_oldest()
         return self.drain_events()
 

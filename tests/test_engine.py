@@ -243,30 +243,31 @@ def test_an_output_that_does_not_fit_its_plan_quarantines(output: ForwardOutput)
     assert request.finish_reason is FinishReason.ERROR
 
 
-def test_overlap_discards_the_extra_row_and_returns_pages_once() -> None:
+@pytest.mark.parametrize("overlap", [1, 2, 3])
+def test_overlap_discards_the_extra_rows_and_returns_pages_once(overlap: int) -> None:
     runner = OverlapFake(CONFIG)
-    with Engine(runner) as engine:
+    with Engine(runner, overlap=overlap) as engine:
         want = expected_tokens(CONFIG, [1, 2, 3], 12)
         stop = want[4]
         params = SamplingParams(max_output_tokens=12, stop_token_ids=(stop,), temperature=0)
         request = engine.submit([1, 2, 3], sampling_params=params)
         drain(engine)
         assert request.take_result() == want[: want.index(stop) + 1]
-        assert len(runner.plans) == len(request.output_ids) + 1, "one row ran past the stop"
+        assert len(runner.plans) == len(request.output_ids) + overlap, "rows ran past the stop"
         assert engine.scheduler.cache.pool.free == engine.scheduler.cache.pool.total
         engine.scheduler.check_integrity()
 
 
 def test_overlap_and_synchronous_order_give_the_same_plans() -> None:
     plans = []
-    for overlap in (True, False):
+    for overlap in (0, 1, 2, 4):
         runner = OverlapFake(CONFIG)
         with Engine(runner, overlap=overlap) as engine:
             for i in range(5):
                 engine.submit([i, 1, 2] * 5, sampling_params=GREEDY)
             drain(engine)
         plans.append([(plan.phase, plan.request_ids) for plan in runner.plans])
-    assert plans[0] == plans[1]
+    assert all(other == plans[0] for other in plans[1:])
 
 
 def test_a_failing_mask_ends_only_its_request() -> None:

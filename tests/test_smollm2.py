@@ -102,13 +102,13 @@ def test_the_long_prompts_likelihood(runner: ModelRunner) -> None:
 @pytest.mark.parametrize(
     ("overlap", "budget"),
     [
-        pytest.param(True, 256, id="overlapped-whole"),
-        pytest.param(False, 16, id="synchronous-chunked"),
-        pytest.param(False, 256, id="synchronous-whole", marks=pytest.mark.slow),
-        pytest.param(True, 16, id="overlapped-chunked", marks=pytest.mark.slow),
+        pytest.param(2, 256, id="overlapped-whole"),
+        pytest.param(0, 16, id="synchronous-chunked"),
+        pytest.param(0, 256, id="synchronous-whole", marks=pytest.mark.slow),
+        pytest.param(1, 16, id="overlapped-chunked", marks=pytest.mark.slow),
     ],
 )
-def test_batched(runner: ModelRunner, overlap: bool, budget: int) -> None:
+def test_batched(runner: ModelRunner, overlap: int, budget: int) -> None:
     with engine_on(runner, overlap=overlap, policy=Policy(max_plan_tokens=budget)) as engine:
         assert run(engine, submit_all(engine)) == golden_tokens()
 

@@ -54,8 +54,8 @@ def chunked(kit: ConformanceKit) -> Found:
 
 
 def overlapped(kit: ConformanceKit) -> Found:
-    """The next step planned while one runs."""
-    return _found(kit.compare(_run(kit, overlap=True)))
+    """The next step planned while two are in flight."""
+    return _found(kit.compare(_run(kit, overlap=2)))
 
 
 def buckets(kit: ConformanceKit) -> Found:
@@ -78,12 +78,12 @@ def buckets(kit: ConformanceKit) -> Found:
 
 def prefix_cold(kit: ConformanceKit) -> Found:
     """With a prefix cache that has nothing yet: State checkpoints are kept and pages published."""
-    return _found(kit.compare(_run(kit, prefix_cache=True, overlap=True)))
+    return _found(kit.compare(_run(kit, prefix_cache=True, overlap=1)))
 
 
 def prefix_hit(kit: ConformanceKit) -> Found:
     """The same prompts again, resumed from what the first run left; every hit and every loss is accounted for."""
-    with kit.engine(prefix_cache=True, overlap=True) as engine:
+    with kit.engine(prefix_cache=True, overlap=1) as engine:
         generate(engine, kit.jobs)
         traces = generate(engine, kit.jobs, alone=True)
         fault = _audit_fault(kit, engine, traces)
@@ -135,7 +135,7 @@ def retracted(kit: ConformanceKit) -> Found:
         cache, chunk = engine.scheduler.cache, engine.scheduler.max_plan_tokens
         least = 1 + cache.pages_needed(context, chunk)
     for extra in range(4):
-        with kit.engine(cache_pages=least + extra, context_length=context, overlap=True) as engine:
+        with kit.engine(cache_pages=least + extra, context_length=context, overlap=1) as engine:
             traces = generate(engine, jobs)
             if engine.scheduler.retractions:
                 found = compare(expected, traces, kit.tolerance)

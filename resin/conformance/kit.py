@@ -142,7 +142,7 @@ class ConformanceKit:
             raise InvalidRequest("tp", self.settings.tp, "1 for checks against the plain forward")
         return PlainForward(self.runner, self._context)
 
-    def engine(self, *, overlap: bool = False, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
+    def engine(self, *, overlap: int = 0, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         """An engine over the shared runner; `changes` replace fields of its config."""
         shared = SharedRunner(self.runner, self.pages, **(changes or {}))
         return Engine(shared, overlap=overlap, enable_metrics=False, **options)

@@ -55,6 +55,7 @@ from resin.pallas_kernels.tiles import (
 REFERENCE_BLOCK_TOKENS = 128
 REFERENCE_BATCH_TOKENS = 1024
 
+AHEAD_TILE = 16384
 COMBINE_SPLITS = 8  # partials that the combine loads at once: 8 x 4 x 128 floats are 32 registers a thread
 
 
@@ -162,6 +163,7 @@ def append_and_attend(
     counters: jax.Array | None = None,
     cores: int = 132,
     tiles: DecodeTiles | None = None,
+    ahead: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`rope_append`, then `paged_decode_attention`, in one kernel.
@@ -180,7 +182,7 @@ def append_and_attend(
     options = _Options(kv_heads, page_entries, scale, window, softcap, fp8_scale, cores, tiles, interpret)
     columns = (page_indptr, page_ids, seq_lens, first_position)
     heads = joined.shape[1] - 2 * kv_heads
-    return _attend(joined, arena, columns, (key_row, value_row), sinks, counters, options, new, heads, eps)
+    return _attend(joined, arena, columns, (key_row, value_row), sinks, counters, options, new, heads, eps, ahead)
 
 
 class _Options(NamedTuple):
@@ -198,7 +200,8 @@ class _Options(NamedTuple):
 
 
 def _attend(
-    q, arena, columns, planes, sinks, counters, options: _Options, new: NewTokens | None, heads: int, eps: float
+    q, arena, columns, planes, sinks, counters, options: _Options, new: NewTokens | None, heads: int, eps: float,
+    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The result `[B, H, D]`, the arena and the counters."""
     sequences, width = q.shape[0], q.shape[2]
@@ -221,6 +224,7 @@ def _attend(
         new=None if new is None else NewSpec(heads, kv_heads, width, eps, new.q_norm is not None, fp8_scale),
         tiles=tiles,
         interpret=options.interpret,
+        ahead=0 if ahead is None else ahead.size // (AHEAD_TILE * kv_heads * sequences),
     )
     planes = jnp.stack([jnp.asarray(row, jnp.int32) for row in planes])
     if tiles.splits > 1 and counters is None:
@@ -231,6 +235,7 @@ def _attend(
         new,
         None if sinks is None else sinks.astype(jnp.float32),
         counters if tiles.splits > 1 else None,
+        None if ahead is None else ahead.reshape(-1),
     )
     return out, arena if held is None else held.reshape(arena.shape), counters if used is None else used
 
@@ -242,12 +247,13 @@ def _call(
     new: NewTokens | None,
     sinks: jax.Array | None,
     counters: jax.Array | None,
+    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The kernel call: result, arena if it changes, counters. Nested jit: a model's layers trace and lower it once."""
     q, arena = operands[:2]
     sequences, _, width = q.shape
     kv_heads, splits = spec.kv_heads(q.shape[1]), spec.tiles.splits
-    inputs = [*operands, *(part for part in (*(new or ()), sinks, counters) if part is not None)]
+    inputs = [*operands, *(part for part in (*(new or ()), sinks, ahead, counters) if part is not None)]
     outputs = [jax.ShapeDtypeStruct((sequences, kv_heads * spec.group, width), q.dtype)]
     aliases = {}
     if counters is not None:
@@ -263,7 +269,7 @@ def _call(
         outputs.append(jax.ShapeDtypeStruct(arena.shape, arena.dtype))
     results = pl.pallas_call(
         functools.partial(_decode_kernel, spec=spec),
-        grid=(splits, kv_heads, sequences),
+        grid=(splits + spec.ahead, kv_heads, sequences),
         out_shape=outputs,
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
@@ -290,6 +296,7 @@ class _Spec:
     new: NewSpec | None
     tiles: DecodeTiles
     interpret: bool
+    ahead: int = 0
 
     def kv_heads(self, operand_heads: int) -> int:
         """KV heads, by the heads of the first operand."""
@@ -326,6 +333,7 @@ def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, p
         norms = [refs.pop(4) for _ in range(2)] if spec.new.has_norm else []
         new = NewTokens(*(refs.pop(0) for _ in range(4)), *norms)
     sinks_ref = refs.pop(0) if spec.has_sinks else None
+    ahead_ref = refs.pop(0) if spec.ahead else None
     # With splits the counters come as an input too, aliased to an output; so does the arena that takes new tokens.
     outputs = refs[1:] if spec.tiles.splits > 1 else refs
     block = spec.tiles.block_tokens
@@ -338,6 +346,16 @@ def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, p
     blocks = pl.cdiv(held - start, block)
     share = pl.cdiv(blocks, spec.tiles.splits)
     live = jnp.maximum(pl.cdiv(blocks, jnp.maximum(share, 1)), 1)
+
+    if spec.ahead:
+        @pl.when((split >= spec.tiles.splits) & (entries < 8192))
+        def _():
+            part = (split - spec.tiles.splits) + spec.ahead * (head + pl.num_programs(1) * sequence)
+            at = part * AHEAD_TILE + jnp.arange(AHEAD_TILE, dtype=jnp.int32)
+            words = plgpu.load(ahead_ref.at[at], volatile=True)
+            @pl.when(jnp.max(words.astype(jnp.float32)) > 3e38)
+            def _():
+                outputs[0][sequence, head, 0] = words.dtype.type(0)
 
     @pl.when(split < live)
     def _():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import jax
@@ -46,7 +47,22 @@ def device_limit_bytes(device: jax.Device) -> int:
     if device.platform == "cpu":
         return _available_host_bytes()
     stats = device.memory_stats() or {}
-    return int(stats.get("bytes_limit", 0)) - int(stats.get("bytes_in_use", 0))
+    limit = int(stats.get("bytes_limit", 0))
+    return limit - int(stats.get("bytes_in_use", 0)) if limit else _free_cuda_bytes(device)
+
+
+def _free_cuda_bytes(device: jax.Device) -> int:
+    """What the CUDA driver has left: some of JAX's allocators have no limit of their own."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    ordinal = device.local_hardware_id or 0
+    failed = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) or driver.cuCtxPushCurrent_v2(context)
+    failed = failed or driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    driver.cuDevicePrimaryCtxRelease_v2(ordinal)
+    if failed:
+        raise InvalidRequest("cache_bytes", None, f"a number: the CUDA driver does not say what is free ({failed})")
+    return free.value
 
 
 def _available_host_bytes() -> int:

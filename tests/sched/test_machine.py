@@ -40,7 +40,7 @@ MAX_PREFILL_STREAK = 3
 class Driver:
     """The operations of the machine, and what must hold after each of them."""
 
-    def __init__(self, mix: str, *, overlap: bool, prefix_cache: bool, spare_pages: int, seed: int) -> None:
+    def __init__(self, mix: str, *, overlap: int, prefix_cache: bool, spare_pages: int, seed: int) -> None:
         self.random = random.Random(seed)
         self.config = fake_config(MIXES[mix], max_context_tokens=CONTEXT_TOKENS, max_sequences=4)
         self.runner = (OverlapFake if overlap else PagedFake)(self.config)
@@ -224,12 +224,12 @@ def random_operation(driver: Driver) -> Callable[[], None]:
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         mix=st.sampled_from(sorted(MIXES)),
-        overlap=st.booleans(),
+        overlap=st.integers(0, 3),
         prefix_cache=st.booleans(),
         spare_pages=st.integers(0, 60),
         seed=st.integers(0, 2**16),
     )
-    def start(self, mix: str, overlap: bool, prefix_cache: bool, spare_pages: int, seed: int) -> None:
+    def start(self, mix: str, overlap: int, prefix_cache: bool, spare_pages: int, seed: int) -> None:
         self.driver = Driver(mix, overlap=overlap, prefix_cache=prefix_cache, spare_pages=spare_pages, seed=seed)
 
     @rule(
@@ -288,13 +288,13 @@ TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=30, d
 
 
 @pytest.mark.parametrize("mix", sorted(MIXES))
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-def test_random_operations(mix: str, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [0, 1, 2], ids=["sync", "overlap", "deep"])
+def test_random_operations(mix: str, overlap: int) -> None:
     for seed, prefix_cache, spare_pages in ((1, True, 3), (2, True, 40), (3, False, 10)):
         run_random(mix, overlap, prefix_cache, spare_pages, seed, operations=120)
 
 
-def run_random(mix: str, overlap: bool, prefix_cache: bool, spare_pages: int, seed: int, operations: int) -> None:
+def run_random(mix: str, overlap: int, prefix_cache: bool, spare_pages: int, seed: int, operations: int) -> None:
     driver = Driver(mix, overlap=overlap, prefix_cache=prefix_cache, spare_pages=spare_pages, seed=seed)
     for _ in range(operations):
         random_operation(driver)()
