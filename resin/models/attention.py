@@ -78,15 +78,13 @@ class Attention(nnx.Module):
         self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """`residual + attention(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
-        tokens, kv_heads, width = x.shape[0], self.layer.kv_heads, self.layer.head_dim
         with jax.named_scope("attention"):
-            joined = context.product(x, self.qkv[...], norm=norm)
-            if self.qkv_bias is not None:
-                joined = joined + self.qkv_bias[...][None, :]
-            joined = joined.reshape(tokens, self.heads + 2 * kv_heads, width)
+            bias = None if self.qkv_bias is None else self.qkv_bias[...]
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             sinks = None if self.sinks is None else self.sinks[...]
-            out = context.attend_joined(self.layer, joined, self.rope, norms, sinks)
-            out = out.reshape(tokens, self.heads * width)
+            out = context.attend_product(
+                self.layer, x, self.qkv[...], bias, self.rope, norm=norm, norms=norms, sinks=sinks
+            )
+            out = out.reshape(x.shape[0], self.heads * self.layer.head_dim)
             out = context.product(out, self.output[...], residual=residual, is_partial=True)
             return out if self.output_bias is None else out + self.output_bias[...][None, :]

@@ -113,6 +113,36 @@ class Context(abc.ABC):
             [T, H, D].
         """
 
+    def attend_product(
+        self,
+        layer: AttentionLayer,
+        x: jax.Array,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        rope: Rope,
+        *,
+        norm: RMSNorm | None,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """The QKV product, then `attend_joined`.
+
+        Args:
+            layer: which layer this is.
+            x: [T, hidden].
+            weight: [hidden, (H + 2 K) * D], query heads, key heads, value heads.
+            bias: [(H + 2 K) * D] added to the product; None for none.
+            rope, norms, sinks: as for `attend_joined`.
+            norm: of x before the product.
+
+        Returns:
+            [T, H, D].
+        """
+        joined = self.product(x, weight, norm=norm)
+        if bias is not None:
+            joined = joined + bias[None, :]
+        return self.attend_joined(layer, joined.reshape(x.shape[0], -1, layer.head_dim), rope, norms, sinks)
+
     def attend_joined(
         self,
         layer: AttentionLayer,

@@ -16,8 +16,8 @@ from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
 from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
-from resin.pallas_kernels.new_token import NewTokens
-from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, Backend, Kernels, pick_kernels
+from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, HEADS_KERNEL_ROWS, Backend, Kernels, pick_kernels
 from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
 from resin.plan.cache import FP8_DTYPE
 
@@ -92,6 +92,46 @@ class PagedContext(Context):
         self._append(layer, rows, key_row, jnp.concatenate([key, value], axis=1))
         return self._attend_pages(layer, query, sinks)
 
+    def attend_product(
+        self,
+        layer: AttentionLayer,
+        x: jax.Array,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        rope: Rope,
+        *,
+        norm: RMSNorm | None,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        fits = self.phase is Phase.DECODE and x.shape[0] <= HEADS_KERNEL_ROWS and x.dtype == jnp.bfloat16
+        plain = all(each is None or each.order is not NormOrder.ONE_PLUS for each in (norm, *(norms or ())))
+        if self._is_reference or not fits or not plain or bias is not None:
+            return super().attend_product(layer, x, weight, bias, rope, norm=norm, norms=norms, sinks=sinks)
+        rows, key_row, value_row = self._layer_rows(layer)
+        joined = weight.shape[1] // layer.head_dim
+        with jax.named_scope("heads"):
+            weights = () if norms is None else tuple(each.weight[...] for each in norms)
+            places = (self.columns[f"append_{part}:{layer.group}"] for part in ("pages", "offsets"))
+            query, self.arena, counters = self._kernels.project_heads(
+                x,
+                weight,
+                NewTokens(*self.rotation(rope), *places, *weights),
+                self.arena,
+                key_row,
+                value_row,
+                heads=joined - 2 * layer.kv_heads,
+                kv_heads=layer.kv_heads,
+                page_entries=rows.page_entries,
+                norm=None if norm is None else norm.weight[...],
+                eps=1e-6 if norm is None else norm.eps,
+                head_eps=1e-6 if norms is None else norms[0].eps,
+                fp8_scale=rows.fp8_scale,
+                counters=self._zero_counters("dense", joined),
+            )
+            self._keep_counters("dense", counters)
+        return self._attend_pages(layer, query, sinks)
+
     def attend_joined(
         self,
         layer: AttentionLayer,
@@ -103,20 +143,26 @@ class PagedContext(Context):
         plain = norms is None or norms[0].order is not NormOrder.ONE_PLUS
         if self._is_reference or not plain or self.phase is not Phase.DECODE or joined.dtype != jnp.bfloat16:
             return super().attend_joined(layer, joined, rope, norms, sinks)
-        cos, sin = self.rotation(rope)
-        weights = () if norms is None else tuple(norm.weight[...] for norm in norms)
-        places = (self.columns[f"append_{part}:{layer.group}"] for part in ("pages", "offsets"))
-        out, self.arena, counters = self._kernels.append_and_attend(
-            joined,
-            NewTokens(cos, sin, *places, *weights),
-            self.arena,
-            *self._page_columns(layer),
-            counters=self._zero_counters("decode", joined.shape[0] * layer.kv_heads),
-            eps=1e-6 if norms is None else norms[0].eps,
-            **self._attention_options(layer, sinks),
-        )
-        self._keep_counters("decode", counters)
-        return out
+        with jax.named_scope("append"):
+            rows, key_row, value_row = self._layer_rows(layer)
+            cos, sin = self.rotation(rope)
+            query, self.arena = self._kernels.rope_append(
+                joined,
+                cos,
+                sin,
+                self.arena,
+                self.columns[f"append_pages:{layer.group}"],
+                self.columns[f"append_offsets:{layer.group}"],
+                key_row,
+                value_row,
+                kv_heads=layer.kv_heads,
+                page_entries=rows.page_entries,
+                q_norm=None if norms is None else norms[0].weight[...],
+                k_norm=None if norms is None else norms[1].weight[...],
+                eps=1e-6 if norms is None else norms[0].eps,
+                fp8_scale=rows.fp8_scale,
+            )
+        return self._attend_pages(layer, query, sinks)
 
     def product(
         self,
@@ -181,15 +227,10 @@ class PagedContext(Context):
         key_row = rows.first_row + layer.index * 2 * stride
         return rows, key_row, key_row + stride
 
-    def _page_columns(self, layer: AttentionLayer) -> tuple[Any, ...]:
-        """What tells decode attention where a layer's keys and values lie."""
-        _, key_row, value_row = self._layer_rows(layer)
-        names = f"page_indptr:{layer.group}", f"page_ids:{layer.group}", "seq_lens", f"first_position:{layer.group}"
-        return *(self.columns[name] for name in names), key_row, value_row
-
-    def _attention_options(self, layer: AttentionLayer, sinks: jax.Array | None) -> dict[str, Any]:
-        rows = self.plane_rows(layer.group, layer.plane)
-        return {
+    def _attend_pages(self, layer: AttentionLayer, query: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        rows, key_row, value_row = self._layer_rows(layer)
+        columns = self.columns
+        shared: dict[str, Any] = {
             "kv_heads": layer.kv_heads,
             "page_entries": rows.page_entries,
             "scale": layer.scale,
@@ -198,17 +239,35 @@ class PagedContext(Context):
             "softcap": layer.softcap,
             "fp8_scale": rows.fp8_scale,
         }
-
-    def _attend_pages(self, layer: AttentionLayer, query: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        columns, options = self._page_columns(layer), self._attention_options(layer, sinks)
+        page_indptr, page_ids = columns[f"page_indptr:{layer.group}"], columns[f"page_ids:{layer.group}"]
+        seq_lens, first_position = columns["seq_lens"], columns[f"first_position:{layer.group}"]
         if self.phase is Phase.DECODE:
-            counters = self._zero_counters("decode", query.shape[0] * layer.kv_heads)
-            out, counters = self._kernels.paged_decode(query, self.arena, *columns, counters=counters, **options)
+            out, counters = self._kernels.paged_decode(
+                query,
+                self.arena,
+                page_indptr,
+                page_ids,
+                seq_lens,
+                first_position,
+                key_row,
+                value_row,
+                counters=self._zero_counters("decode", query.shape[0] * layer.kv_heads),
+                **shared,
+            )
             self._keep_counters("decode", counters)
             return out
-        page_indptr, page_ids, *rest = columns
-        query_indptr = self.columns["query_indptr"]
-        return self._kernels.paged_prefill(query, self.arena, page_indptr, page_ids, query_indptr, *rest, **options)
+        return self._kernels.paged_prefill(
+            query,
+            self.arena,
+            page_indptr,
+            page_ids,
+            columns["query_indptr"],
+            seq_lens,
+            first_position,
+            key_row,
+            value_row,
+            **shared,
+        )
 
     def live_tokens(self) -> jax.Array:
         return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][1]

@@ -3,7 +3,7 @@
 y = f(rmsnorm(x) @ W) or residual + rmsnorm(x) @ W, with W `[K, N]` read once. The norm costs no pass of its own:
 rmsnorm(x) @ W = ((x * g) @ W) / rms(x), so each program scales x by g on the way in, sums x^2 beside the product, and
 divides at the end. A gated pair reads the gate columns `[:, :N/2]` and the up columns `[:, N/2:]` of one fused weight
-in the same program.
+in the same program. A QKV product (`project_heads`) reads the two halves of one head, and ends as `heads` says.
 
 One or two rows may run on the vector units: a program then keeps `[block_inner, block_columns]` float32 sums a row
 and adds them up once at the end, so that all its loads are in flight at once. Otherwise tensor cores work on 16 rows at
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.fp8 import check_kernel_arena, vector_pieces
+from resin.pallas_kernels.heads import HeadSpec, NewTokens, finish_head
+from resin.pallas_kernels.rope_append import rope_append_ref
 from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
 
 Gate = Literal["silu", "gelu_tanh"]
@@ -88,37 +91,126 @@ def dense_small(
         eps=eps,
         gate=gate,
         has_residual=residual is not None,
+        heads=None,
         tiles=tiles,
         interpret=interpret,
     )
     if tiles.splits > 1 and counters is None:
         counters = jnp.zeros((spec.column_blocks,), jnp.int32)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    out, used = _call(spec, out_dtype, x, weight, norm, residual, counters if tiles.splits > 1 else None)
+    operands = _Operands(x, weight, norm, residual)
+    out, _, used = _call(spec, out_dtype, operands, counters if tiles.splits > 1 else None)
     return out, counters if used is None else used
 
 
+def project_heads(
+    x: jax.Array,
+    weight: jax.Array,
+    new: NewTokens,
+    arena: jax.Array,
+    key_row: jax.Array | int,
+    value_row: jax.Array | int,
+    *,
+    heads: int,
+    kv_heads: int,
+    page_entries: int,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    head_eps: float = 1e-6,
+    fp8_scale: float | None = None,
+    counters: jax.Array | None = None,
+    tiles: DenseTiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`rope_append(rmsnorm(x) @ weight)` for at most 64 rows, in one kernel.
+
+    Args:
+        x: `[M, hidden]`.
+        weight: `[hidden, (H + 2 K) * D]` in x's dtype, query heads, key heads, value heads.
+        new: how heads are normalised and rotated, and where keys and values go.
+        arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
+        key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
+        heads, kv_heads, page_entries: H and K on this device, entries a page.
+        norm, eps, counters, tiles, interpret: as in `dense_small`; a tile's columns are those of half a head.
+        head_eps: of the head norms.
+        fp8_scale: as in `rope_append`.
+
+    Returns:
+        Queries `[M, H, D]`, the arena and the counters.
+    """
+    rows, inner = x.shape
+    joined = heads + 2 * kv_heads
+    width = weight.shape[1] // joined
+    check_kernel_arena(arena.dtype, fp8_scale)
+    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    tiles = tiles or choose_head_tiles(rows, inner, joined, width)
+    spec = _Spec(
+        rows=rows,
+        inner=inner,
+        columns=weight.shape[1],
+        has_norm=norm is not None,
+        eps=eps,
+        gate=None,
+        has_residual=False,
+        heads=HeadSpec(
+            heads=heads,
+            kv_heads=kv_heads,
+            width=width,
+            page_entries=page_entries,
+            rows_per_page=arena.shape[1] // elements,
+            eps=head_eps,
+            has_norm=new.q_norm is not None,
+            fp8_scale=fp8_scale,
+        ),
+        tiles=tiles,
+        interpret=interpret,
+    )
+    if tiles.splits > 1 and counters is None:
+        counters = jnp.zeros((joined,), jnp.int32)
+    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    operands = _Operands(x, weight, norm, None, new, planes, arena.reshape(-1, elements))
+    q, held, used = _call(spec, x.dtype, operands, counters if tiles.splits > 1 else None)
+    return q, held.reshape(arena.shape), counters if used is None else used
+
+
+class _Operands(NamedTuple):
+    """Arrays of a call, in the kernel's order; the counters follow."""
+
+    x: Any
+    weight: Any
+    norm: Any = None
+    residual: Any = None
+    new: NewTokens | None = None
+    planes: Any = None
+    arena: Any = None
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _call(spec: _Spec, out_dtype, x, weight, norm, residual, counters):
-    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
-    inputs = [x, weight, *(value for value in (norm, residual, counters) if value is not None)]
-    outputs = [jax.ShapeDtypeStruct((spec.rows, spec.columns), out_dtype)]
+def _call(spec: _Spec, out_dtype, operands: _Operands, counters: jax.Array | None):
+    """The kernel call: result, arena if it changes, counters. Nested jit: a model's layers trace and lower it once."""
+    inputs = [*jax.tree.leaves(operands), *([] if counters is None else [counters])]
+    shape = (spec.rows, spec.columns) if spec.heads is None else (spec.rows, spec.heads.heads, spec.heads.width)
+    outputs, aliases = [jax.ShapeDtypeStruct(shape, out_dtype)], {}
     if counters is not None:
+        aliases[len(inputs) - 1] = 3
         outputs += [
             jax.ShapeDtypeStruct((spec.tiles.splits, spec.parts, spec.row_tile, spec.columns), jnp.float32),
             jax.ShapeDtypeStruct((spec.tiles.splits, spec.column_blocks, spec.row_tile), jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, jnp.int32),
         ]
+    if spec.heads is not None:
+        aliases[len(inputs) - (1 if counters is None else 2)] = len(outputs)
+        outputs.append(jax.ShapeDtypeStruct(operands.arena.shape, operands.arena.dtype))
     results = pl.pallas_call(
         functools.partial(_dense_kernel, spec=spec),
         grid=(spec.column_blocks, spec.tiles.splits),
         out_shape=outputs,
-        input_output_aliases={} if counters is None else {len(inputs) - 1: 3},
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
         interpret=spec.interpret,
         name="dense_small",
     )(*inputs)
-    return results[0], None if counters is None else results[-1]
+    return results[0], None if spec.heads is None else results[-1], None if counters is None else results[3]
 
 
 def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, cores: int = 132) -> DenseTiles:
@@ -147,6 +239,27 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
     return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * cores else 2)
 
 
+def choose_head_tiles(rows: int, inner: int, joined: int, width: int, *, cores: int = 132) -> DenseTiles:
+    """One head a program, K split until the programs fill the GPU.
+
+    Args:
+        rows, inner: M and K.
+        joined: query, key and value heads.
+        width: of a head.
+        cores: multiprocessors of the GPU.
+    """
+    columns = pl.next_power_of_2(width // 2)
+    vector = 2 * rows <= VECTOR_SUMS
+    splits, most = 1, 2 * cores if rows > MIN_ROWS else 3 * cores
+    while 2 * splits * joined <= most and inner % (256 * splits) == 0:
+        splits *= 2
+    if vector:
+        return DenseTiles(columns, 128, splits=splits, num_stages=3, vector=True)
+    if rows <= MIN_ROWS:
+        return DenseTiles(columns, 32, splits=splits, num_stages=4)
+    return DenseTiles(columns, 64, splits=splits, num_warps=8 if rows <= 32 else 4, num_stages=3, transposed=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Spec:
     """Everything static about one call."""
@@ -158,6 +271,7 @@ class _Spec:
     eps: float
     gate: Gate | None
     has_residual: bool
+    heads: HeadSpec | None
     tiles: DenseTiles
     interpret: bool
 
@@ -174,52 +288,80 @@ class _Spec:
 
     @property
     def parts(self) -> int:
-        """Products a program makes: gate and up, or one."""
-        return 2 if self.gate else 1
+        """Products a program makes: gate and up, the halves of a head, or one."""
+        return 2 if self.gate or self.heads else 1
+
+    @property
+    def part_stride(self) -> int:
+        """Columns of the weight from one part to the next."""
+        return self.columns if self.heads is None else self.heads.half
 
     @property
     def column_blocks(self) -> int:
-        return -(-self.columns // self.tiles.block_columns)
+        return -(-self.columns // self.tiles.block_columns) if self.heads is None else self.heads.joined
+
+    def block(self, index) -> tuple[jax.Array, jax.Array | None]:
+        """Columns of a block's first part, and which are real if not all are."""
+        lane = jnp.arange(self.tiles.block_columns, dtype=jnp.int32)
+        if self.heads is not None:
+            return index * self.heads.width + lane, None if self.heads.half == lane.shape[0] else lane < self.heads.half
+        column = index * self.tiles.block_columns + lane
+        return column, None if self.columns % self.tiles.block_columns == 0 else column < self.columns
 
 
 def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
-    norm_ref = refs[0] if spec.has_norm else None
-    residual_ref = refs[spec.has_norm] if spec.has_residual else None
-    # With splits the counters come as an input too, aliased to the last output.
-    outputs = refs[spec.has_norm + spec.has_residual + (spec.tiles.splits > 1) :]
-    column_block, split = pl.program_id(0), pl.program_id(1)
-    column = column_block * spec.tiles.block_columns + jnp.arange(spec.tiles.block_columns, dtype=jnp.int32)
+    refs = list(refs)
+    norm_ref = refs.pop(0) if spec.has_norm else None
+    residual_ref = refs.pop(0) if spec.has_residual else None
+    new = planes_ref = None
+    if spec.heads is not None:
+        new = NewTokens(*(refs.pop(0) for _ in range(6 if spec.heads.has_norm else 4)))
+        planes_ref = refs.pop(0)
+    # Counters and arena come as inputs too, aliased to outputs.
+    outputs = refs[(spec.tiles.splits > 1) + (spec.heads is not None) :]
+    index, split = pl.program_id(0), pl.program_id(1)
+    column, real = spec.block(index)
     steps = pl.cdiv(pl.cdiv(spec.inner, spec.tiles.block_inner), spec.tiles.splits)
     product = _vector_product if spec.tiles.vector else _matrix_product
-    squares, *sums = product(x_ref, weight_ref, norm_ref, column, split * steps, steps, spec)
+    squares, *sums = product(x_ref, weight_ref, norm_ref, (column, real), split * steps, steps, spec)
+
+    def finish(squares, sums):
+        if spec.has_norm:
+            factor = lax.rsqrt(squares / spec.inner + spec.eps)[:, None]
+            sums = [total * factor for total in sums]
+        if spec.heads is None:
+            _finish(outputs[0], residual_ref, column, real, sums, spec)
+        else:
+            finish_head(sums, index, spec.rows, new, planes_ref, outputs[0], outputs[-1], spec.heads)
+
     if spec.tiles.splits == 1:
-        _finish(outputs[0], residual_ref, column, squares, sums, spec)
+        finish(squares, sums)
         return
-    out_ref, parts_ref, squares_ref, counter_ref = outputs
+    parts_ref, squares_ref, counter_ref = outputs[1:4]
     row = jnp.arange(spec.row_tile, dtype=jnp.int32)
-    inside = (row >= 0)[:, None] & (column < spec.columns)[None, :]
+    inside = (row >= 0)[:, None] & ((column >= 0) if real is None else real)[None, :]
     for part, total in enumerate(sums):
         plgpu.store(parts_ref.at[split, part, row[:, None], column[None, :]], total, mask=inside)
-    plgpu.store(squares_ref.at[split, column_block, row], squares)
+    plgpu.store(squares_ref.at[split, index, row], squares)
     if not spec.interpret:
         plgpu.debug_barrier()  # every thread's parts come before the count
-    arrived = plgpu.atomic_add(counter_ref, (column_block,), jnp.minimum(split + 1, 1))
+    arrived = plgpu.atomic_add(counter_ref, (index,), jnp.minimum(split + 1, 1))
 
     @pl.when(arrived == spec.tiles.splits - 1)
     def _():
-        def add(index, carry):
+        def add(share, carry):
             squares, *sums = carry
-            squares = squares + plgpu.load(squares_ref.at[index, column_block, row])
+            squares = squares + plgpu.load(squares_ref.at[share, index, row])
             parts = [
-                plgpu.load(parts_ref.at[index, part, row[:, None], column[None, :]], mask=inside, other=0.0)
+                plgpu.load(parts_ref.at[share, part, row[:, None], column[None, :]], mask=inside, other=0.0)
                 for part in range(spec.parts)
             ]
             return squares, *(total + part for total, part in zip(sums, parts, strict=True))
 
         zeros = (jnp.zeros_like(squares), *(jnp.zeros_like(total) for total in sums))
         all_squares, *all_sums = lax.fori_loop(0, spec.tiles.splits, add, zeros)
-        _finish(out_ref, residual_ref, column, all_squares, all_sums, spec)
-        counter_ref[column_block] = 0
+        finish(all_squares, all_sums)
+        counter_ref[index] = 0
 
 
 def _matrix_product(x_ref, weight_ref, norm_ref, column, first_step, steps, spec: _Spec):
@@ -270,10 +412,11 @@ def _vector_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, i
 
 def _load_weights(weight_ref, inner, column, spec: _Spec) -> list[jax.Array]:
     """The weight tile of each part."""
+    column, real = column
     mask = other = None
-    if not spec.whole or spec.columns % spec.tiles.block_columns:
-        mask, other = (inner < spec.inner)[:, None] & (column < spec.columns)[None, :], 0
-    starts = [part * spec.columns for part in range(spec.parts)]
+    if not spec.whole or real is not None:
+        mask, other = (inner < spec.inner)[:, None] & ((column >= 0) if real is None else real)[None, :], 0
+    starts = [part * spec.part_stride for part in range(spec.parts)]
     return [
         plgpu.load(weight_ref.at[inner[:, None], start + column[None, :]], mask=mask, other=other) for start in starts
     ]
@@ -297,16 +440,13 @@ def _matrix_step(x_ref, weight_ref, norm_ref, column, first_step, spec: _Spec, i
     return squares, *sums
 
 
-def _finish(out_ref, residual_ref, column, squares, sums, spec: _Spec) -> None:
-    """Norm factor, activation, residual, store."""
-    if spec.has_norm:
-        factor = lax.rsqrt(squares / spec.inner + spec.eps)[:, None]
-        sums = [total * factor for total in sums]
+def _finish(out_ref, residual_ref, column, real, sums, spec: _Spec) -> None:
+    """Activation, residual, store."""
     out = sums[0]
     if spec.gate is not None:
         out = activate(spec.gate, out) * sums[1]
     row = jnp.arange(spec.row_tile, dtype=jnp.int32)
-    inside = (row < spec.rows)[:, None] & (column < spec.columns)[None, :]
+    inside = (row < spec.rows)[:, None] & ((column >= 0) if real is None else real)[None, :]
     at = (row[:, None], column[None, :])
     if residual_ref is not None:
         out = out + plgpu.load(residual_ref.at[at], mask=inside, other=0).astype(jnp.float32)
@@ -345,3 +485,42 @@ def dense_small_ref(
     if residual is not None:
         out = out + residual.astype(jnp.float32)
     return out.astype(out_dtype), counters
+
+
+def project_heads_ref(
+    x: jax.Array,
+    weight: jax.Array,
+    new: NewTokens,
+    arena: jax.Array,
+    key_row: jax.Array | int,
+    value_row: jax.Array | int,
+    *,
+    heads: int,
+    kv_heads: int,
+    page_entries: int,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    head_eps: float = 1e-6,
+    fp8_scale: float | None = None,
+    counters: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The same function in plain XLA, one after the other. Arguments as in `project_heads`."""
+    joined, _ = dense_small_ref(x, weight, norm=norm, eps=eps)
+    joined = joined.reshape(x.shape[0], heads + 2 * kv_heads, -1)
+    q, arena, *_ = rope_append_ref(
+        joined,
+        new.cos,
+        new.sin,
+        arena,
+        new.append_pages,
+        new.append_offsets,
+        key_row,
+        value_row,
+        kv_heads=kv_heads,
+        page_entries=page_entries,
+        q_norm=new.q_norm,
+        k_norm=new.k_norm,
+        eps=head_eps,
+        fp8_scale=fp8_scale,
+    )
+    return q, arena, counters

@@ -13,14 +13,12 @@ Grid: (splits, kv_heads, B). A program packs the query heads of one KV head into
 product needs and walks its share of the sequence's blocks with an online softmax; shares are cut from the actual
 length, so programs past the end stop at once. With more than one live split the programs leave float32 partials and
 the last to arrive (an atomic count for each sequence and KV head) combines them, which saves a kernel a layer.
-`append_and_attend` also makes queries, keys and values of the QKV product (`new_token`), which saves another.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, unpack_fp8, vector_pieces
-from resin.pallas_kernels.new_token import (
-    NewSpec,
-    NewTokens,
-    append_vectors,
-    load_heads,
-    load_turned,
-    stored_pieces,
-)
-from resin.pallas_kernels.rope_append import rope_append_ref
 from resin.pallas_kernels.tiles import (
     LOG2E,
     MASKED,
@@ -55,7 +44,6 @@ from resin.pallas_kernels.tiles import (
 REFERENCE_BLOCK_TOKENS = 128
 REFERENCE_BATCH_TOKENS = 1024
 
-AHEAD_TILE = 16384
 COMBINE_SPLITS = 8  # partials that the combine loads at once: 8 x 4 x 128 floats are 32 registers a thread
 
 
@@ -135,148 +123,61 @@ def paged_decode_attention(
     Returns:
         `[B, H, D]` in q's dtype, and the counters.
     """
-    options = _Options(kv_heads, page_entries, scale, window, softcap, fp8_scale, cores, tiles, interpret)
-    columns = (page_indptr, page_ids, seq_lens, first_position)
-    out, _, counters = _attend(q, arena, columns, (key_row, value_row), sinks, counters, options, None, q.shape[1], 0.0)
-    return out, counters
-
-
-def append_and_attend(
-    joined: jax.Array,
-    new: NewTokens,
-    arena: jax.Array,
-    page_indptr: jax.Array,
-    page_ids: jax.Array,
-    seq_lens: jax.Array,
-    first_position: jax.Array,
-    key_row: jax.Array | int,
-    value_row: jax.Array | int,
-    *,
-    kv_heads: int,
-    page_entries: int,
-    scale: float,
-    eps: float = 1e-6,
-    window: int | None = None,
-    sinks: jax.Array | None = None,
-    softcap: float | None = None,
-    fp8_scale: float | None = None,
-    counters: jax.Array | None = None,
-    cores: int = 132,
-    tiles: DecodeTiles | None = None,
-    ahead: jax.Array | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`rope_append`, then `paged_decode_attention`, in one kernel.
-
-    Args:
-        joined: `[B, H + 2 K, D]`, query heads, key heads, value heads of each sequence's new token.
-        new: how they are normalised and rotated, and where key and value go.
-        arena: `[num_pages, page_elements]` in joined's dtype, or uint16 that takes bfloat16 bits; updated in place.
-        eps: of the head norms.
-
-    The other arguments are those of `paged_decode_attention`; `seq_lens` counts the new token.
-
-    Returns:
-        `[B, H, D]` in joined's dtype, the arena and the counters. A sequence of no tokens appends nothing.
-    """
-    options = _Options(kv_heads, page_entries, scale, window, softcap, fp8_scale, cores, tiles, interpret)
-    columns = (page_indptr, page_ids, seq_lens, first_position)
-    heads = joined.shape[1] - 2 * kv_heads
-    return _attend(joined, arena, columns, (key_row, value_row), sinks, counters, options, new, heads, eps, ahead)
-
-
-class _Options(NamedTuple):
-    """What both entries are given alike."""
-
-    kv_heads: int
-    page_entries: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    fp8_scale: float | None
-    cores: int
-    tiles: DecodeTiles | None
-    interpret: bool
-
-
-def _attend(
-    q, arena, columns, planes, sinks, counters, options: _Options, new: NewTokens | None, heads: int, eps: float,
-    ahead: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The result `[B, H, D]`, the arena and the counters."""
-    sequences, width = q.shape[0], q.shape[2]
-    kv_heads, entries, fp8_scale, tiles = options.kv_heads, options.page_entries, options.fp8_scale, options.tiles
+    sequences, heads, width = q.shape
     if tiles is None:
-        tiles = choose_decode_tiles(sequences, kv_heads, columns[1].shape[0] * entries, options.cores)
+        tiles = choose_decode_tiles(sequences, kv_heads, page_ids.shape[0] * page_entries, cores)
     check_kernel_arena(arena.dtype, fp8_scale)
     elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
     spec = _Spec(
         group=heads // kv_heads,
         width=elements,
         pieces=width // elements,
-        page_entries=entries,
+        page_entries=page_entries,
         rows_per_page=arena.shape[1] // elements,
-        scale=options.scale if fp8_scale is None else options.scale * fp8_scale,
+        scale=scale if fp8_scale is None else scale * fp8_scale,
         value_scale=fp8_scale or 1.0,
-        window=options.window,
+        window=window,
         has_sinks=sinks is not None,
-        softcap=options.softcap,
-        new=None if new is None else NewSpec(heads, kv_heads, width, eps, new.q_norm is not None, fp8_scale),
+        softcap=softcap,
         tiles=tiles,
-        interpret=options.interpret,
-        ahead=0 if ahead is None else ahead.size // (AHEAD_TILE * kv_heads * sequences),
+        interpret=interpret,
     )
-    planes = jnp.stack([jnp.asarray(row, jnp.int32) for row in planes])
+    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
     if tiles.splits > 1 and counters is None:
         counters = jnp.zeros((sequences * kv_heads,), jnp.int32)
-    out, held, used = _call(
+    out, used = _call(
         spec,
-        (q, arena.reshape(-1, elements), *columns, planes),
-        new,
+        (q, arena.reshape(-1, elements), page_indptr, page_ids, seq_lens, first_position, planes),
         None if sinks is None else sinks.astype(jnp.float32),
         counters if tiles.splits > 1 else None,
-        None if ahead is None else ahead.reshape(-1),
     )
-    return out, arena if held is None else held.reshape(arena.shape), counters if used is None else used
+    return out, counters if used is None else used
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _call(
-    spec: _Spec,
-    operands: tuple[jax.Array, ...],
-    new: NewTokens | None,
-    sinks: jax.Array | None,
-    counters: jax.Array | None,
-    ahead: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The kernel call: result, arena if it changes, counters. Nested jit: a model's layers trace and lower it once."""
-    q, arena = operands[:2]
-    sequences, _, width = q.shape
-    kv_heads, splits = spec.kv_heads(q.shape[1]), spec.tiles.splits
-    inputs = [*operands, *(part for part in (*(new or ()), sinks, ahead, counters) if part is not None)]
-    outputs = [jax.ShapeDtypeStruct((sequences, kv_heads * spec.group, width), q.dtype)]
-    aliases = {}
+def _call(spec: _Spec, operands: tuple[jax.Array, ...], sinks: jax.Array | None, counters: jax.Array | None):
+    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
+    sequences, heads, width = operands[0].shape
+    kv_heads, splits = heads // spec.group, spec.tiles.splits
+    inputs = [*operands, *([] if sinks is None else [sinks]), *([] if counters is None else [counters])]
+    outputs = [jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype)]
     if counters is not None:
         shares = (sequences, kv_heads, splits, spec.group_rows)
-        aliases[len(inputs) - 1] = 3
         outputs += [
             jax.ShapeDtypeStruct((*shares, width), jnp.float32),
             jax.ShapeDtypeStruct((*shares, 2), jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, jnp.int32),
         ]
-    if new is not None:
-        aliases[1] = len(outputs)
-        outputs.append(jax.ShapeDtypeStruct(arena.shape, arena.dtype))
     results = pl.pallas_call(
         functools.partial(_decode_kernel, spec=spec),
-        grid=(splits + spec.ahead, kv_heads, sequences),
+        grid=(splits, kv_heads, sequences),
         out_shape=outputs,
-        input_output_aliases=aliases,
+        input_output_aliases={} if counters is None else {len(inputs) - 1: 3},
         compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
         interpret=spec.interpret,
         name="paged_decode",
     )(*inputs)
-    return results[0], None if new is None else results[-1], None if counters is None else results[3]
+    return results[0], None if counters is None else results[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,14 +194,8 @@ class _Spec:
     window: int | None
     has_sinks: bool
     softcap: float | None
-    new: NewSpec | None
     tiles: DecodeTiles
     interpret: bool
-    ahead: int = 0
-
-    def kv_heads(self, operand_heads: int) -> int:
-        """KV heads, by the heads of the first operand."""
-        return operand_heads // self.group if self.new is None else self.new.kv_heads
 
     @property
     def group_rows(self) -> int:
@@ -321,41 +216,20 @@ class _Spec:
         """Columns of q, of the result and of partial sums that belong to a piece."""
         return piece_lanes(piece, self.width, jnp.arange(self.columns, dtype=jnp.int32))
 
-    def all_lanes(self) -> list[jax.Array]:
-        """The same for every piece."""
-        return [self.lanes(piece) for piece in range(self.pieces)]
-
 
 def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, planes_ref, *refs, spec: _Spec):
-    refs = list(refs)
-    new = None
-    if spec.new is not None:
-        norms = [refs.pop(4) for _ in range(2)] if spec.new.has_norm else []
-        new = NewTokens(*(refs.pop(0) for _ in range(4)), *norms)
-    sinks_ref = refs.pop(0) if spec.has_sinks else None
-    ahead_ref = refs.pop(0) if spec.ahead else None
-    # With splits the counters come as an input too, aliased to an output; so does the arena that takes new tokens.
-    outputs = refs[1:] if spec.tiles.splits > 1 else refs
+    sinks_ref = refs[0] if spec.has_sinks else None
+    # With splits the counters come as an input too, aliased to the last output.
+    outputs = refs[spec.has_sinks + (spec.tiles.splits > 1) :]
     block = spec.tiles.block_tokens
     split, head, sequence = (pl.program_id(axis) for axis in range(3))
     origin = first_ref[sequence]
     entries = jnp.maximum(lens_ref[sequence] - origin, 0)
     oldest = jnp.maximum(entries - spec.window, 0) if spec.window is not None else 0
-    held = entries if new is None else jnp.maximum(entries - 1, 0)  # in the arena before this launch
     start = oldest // block * block if spec.window is not None else 0
-    blocks = pl.cdiv(held - start, block)
+    blocks = pl.cdiv(entries - start, block)
     share = pl.cdiv(blocks, spec.tiles.splits)
     live = jnp.maximum(pl.cdiv(blocks, jnp.maximum(share, 1)), 1)
-
-    if spec.ahead:
-        @pl.when((split >= spec.tiles.splits) & (entries < 8192))
-        def _():
-            part = (split - spec.tiles.splits) + spec.ahead * (head + pl.num_programs(1) * sequence)
-            at = part * AHEAD_TILE + jnp.arange(AHEAD_TILE, dtype=jnp.int32)
-            words = plgpu.load(ahead_ref.at[at], volatile=True)
-            @pl.when(jnp.max(words.astype(jnp.float32)) > 3e38)
-            def _():
-                outputs[0][sequence, head, 0] = words.dtype.type(0)
 
     @pl.when(split < live)
     def _():
@@ -363,51 +237,22 @@ def _decode_kernel(q_ref, arena_ref, indptr_ref, ids_ref, lens_ref, first_ref, p
         rows = jnp.arange(spec.rows, dtype=jnp.int32)
         inside = (rows < spec.group)[:, None] & (lanes < spec.width)[None, :]
         heads = head * spec.group + rows
+        q = tuple(
+            plgpu.load(q_ref.at[sequence, heads[:, None], spec.lanes(piece)[None, :]], mask=inside, other=0)
+            for piece in range(spec.pieces)
+        )
+        walk = functools.partial(
+            _attend_block, q, arena_ref, ids_ref, indptr_ref[sequence], planes_ref, head, start, oldest, entries, spec
+        )
         top = jnp.full((spec.rows,), NO_TOP, jnp.float32)
         total = jnp.zeros((spec.rows,), jnp.float32)
         out = (jnp.zeros((spec.rows, spec.columns), jnp.float32),) * spec.pieces
-        if new is None:
-            q = tuple(load_heads(q_ref, sequence, heads, at, inside) for at in spec.all_lanes())
-        else:
-            q = load_turned(q_ref, new, new.q_norm, sequence, heads, spec.all_lanes(), inside, spec.new)
-            is_own = (split == 0) & (entries > 0)
-            top, total, out = _attend_new(q, q_ref, new, outputs[-1], planes_ref, sequence, head, is_own, spec)
-        walk = functools.partial(
-            _attend_block, q, arena_ref, ids_ref, indptr_ref[sequence], planes_ref, head, start, oldest, held, spec
-        )
         first_block = split * share
         top, total, out = lax.fori_loop(first_block, jnp.minimum(first_block + share, blocks), walk, (top, total, out))
         if spec.tiles.splits == 1:
             _store(outputs[0], sinks_ref, sequence, head, top, total, out, spec)
         else:
-            _leave_and_combine(outputs[:4], sinks_ref, sequence, head, split, live, top, total, out, spec)
-
-
-def _attend_new(q, joined_ref, new: NewTokens, arena_ref, planes_ref, sequence, head, is_own, spec: _Spec):
-    """Appends the new token if this program owns it, and starts the online softmax with it: top, total, out."""
-    lanes = jnp.arange(spec.columns, dtype=jnp.int32)
-    single = jnp.arange(1, dtype=jnp.int32)
-    inside = (is_own & (single == 0))[:, None] & (lanes < spec.width)[None, :]
-    key_head = spec.new.heads + head + single
-    key = load_turned(joined_ref, new, new.k_norm, sequence, key_head, spec.all_lanes(), inside, spec.new)
-    value = tuple(load_heads(joined_ref, sequence, key_head + spec.new.kv_heads, at, inside) for at in spec.all_lanes())
-    row = new.append_pages[sequence] * spec.rows_per_page + head * spec.page_entries + new.append_offsets[sequence]
-    row = row + single
-    for plane, pieces in enumerate((key, value)):
-        append_vectors(arena_ref, row + planes_ref[plane], lanes, inside, pieces, spec.new)
-    key, value = (stored_pieces(pieces, spec.new) for pieces in (key, value))
-    score = sum(
-        jnp.sum(query.astype(jnp.float32) * part.astype(jnp.float32), axis=1)
-        for query, part in zip(q, key, strict=True)
-    )
-    if spec.softcap is not None:
-        score = spec.softcap * jnp.tanh(score * (spec.scale / spec.softcap))
-    else:
-        score = score * spec.scale
-    top = jnp.where(is_own, score * LOG2E, NO_TOP)
-    total = jnp.where(is_own, jnp.ones_like(score), 0.0)
-    shape = (spec.rows, spec.columns)
-    return top, total, tuple(jnp.broadcast_to(piece.astype(jnp.float32), shape) for piece in value)
+            _leave_and_combine(outputs, sinks_ref, sequence, head, split, live, top, total, out, spec)
 
 
 def _attend_block(
@@ -580,32 +425,6 @@ def paged_decode_attention_ref(
         total = total + jnp.exp(sinks.astype(jnp.float32).reshape(1, kv_heads, group) - top)
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     return out.reshape(sequences, heads, width).astype(q.dtype), counters
-
-
-def append_and_attend_ref(
-    joined: jax.Array,
-    new: NewTokens,
-    arena: jax.Array,
-    page_indptr: jax.Array,
-    page_ids: jax.Array,
-    seq_lens: jax.Array,
-    first_position: jax.Array,
-    key_row: jax.Array | int,
-    value_row: jax.Array | int,
-    *,
-    kv_heads: int,
-    page_entries: int,
-    eps: float = 1e-6,
-    fp8_scale: float | None = None,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The same in plain XLA, one after the other. Arguments and result as in `append_and_attend`."""
-    places = {"kv_heads": kv_heads, "page_entries": page_entries, "fp8_scale": fp8_scale}
-    append = (new.cos, new.sin, arena, new.append_pages, new.append_offsets, key_row, value_row)
-    query, arena = rope_append_ref(joined, *append, q_norm=new.q_norm, k_norm=new.k_norm, eps=eps, **places)
-    columns = (page_indptr, page_ids, seq_lens, first_position, key_row, value_row)
-    out, counters = paged_decode_attention_ref(query, arena, *columns, **places, **options)
-    return out, arena, counters
 
 
 def gather_pages(

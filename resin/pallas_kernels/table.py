@@ -10,20 +10,17 @@ from typing import Any
 
 import jax
 
-from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.dense_small import dense_small, dense_small_ref, project_heads, project_heads_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
-from resin.pallas_kernels.paged_decode import (
-    append_and_attend,
-    append_and_attend_ref,
-    paged_decode_attention,
-    paged_decode_attention_ref,
-)
+from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 
 # Above this many rows XLA's own products are as fast as `dense_small` (4096 x 28672 at 64 rows: 63 against 84 us).
 DENSE_KERNEL_ROWS = 16
+# Above this many rows XLA's product and `rope_append` after it are faster than `project_heads`.
+HEADS_KERNEL_ROWS = 64
 
 
 class Backend(enum.Enum):
@@ -46,10 +43,10 @@ class Kernels:
 
     backend: Backend
     paged_decode: Callable[..., tuple[jax.Array, jax.Array | None]]
-    append_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     paged_prefill: Callable[..., jax.Array]
     rope_append: Callable[..., tuple[jax.Array, jax.Array]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
+    project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]
 
@@ -67,10 +64,10 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
         return Kernels(
             backend,
             paged_decode_attention_ref,
-            append_and_attend_ref,
             paged_prefill_attention_ref,
             rope_append_ref,
             dense_small_ref,
+            project_heads_ref,
             expert_ffn_ref,
             sample_tokens_ref,
         )
@@ -78,10 +75,10 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
     return Kernels(
         backend,
         functools.partial(paged_decode_attention, cores=cores, interpret=interpret),
-        functools.partial(append_and_attend, cores=cores, interpret=interpret),
         functools.partial(paged_prefill_attention, interpret=interpret),
         functools.partial(rope_append, interpret=interpret),
         functools.partial(_dense, interpret=interpret),
+        functools.partial(project_heads, interpret=interpret),
         functools.partial(expert_ffn, interpret=interpret),
         functools.partial(sample_tokens, interpret=interpret),
     )

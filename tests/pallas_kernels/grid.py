@@ -12,13 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from resin.pallas_kernels.new_token import NewTokens
-from resin.pallas_kernels.paged_decode import (
-    DecodeTiles,
-    append_and_attend,
-    append_and_attend_ref,
-    paged_decode_attention,
-)
+from resin.pallas_kernels.dense_small import DenseTiles, project_heads, project_heads_ref
+from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, fp8_case, relative_error
@@ -115,43 +111,6 @@ def check_decode(point: Point, lengths: list[int], *, interpret: bool) -> None:
     assert counters is None or not np.any(counters), f"seed {seed}"
 
 
-def check_append_and_attend(point: Point, lengths: list[int], *, interpret: bool) -> None:
-    """Against plain XLA: the same attention, and an arena that differs in the new tokens' places alone, by rounding."""
-    seed = fresh_seed()
-    case, chosen = paged_case(point, [max(length, 1) for length in lengths], [1] * len(lengths), seed)
-    rng, seq_lens, entries = np.random.default_rng(seed), np.array(lengths, np.int32), point.page_entries
-    live, newest = seq_lens > 0, np.maximum(seq_lens - 1 - case.first_position, 0)
-    places = case.page_ids[case.page_indptr[:-1] + newest // entries].astype(np.int32)
-    places = np.where(live, places, 0), np.where(live, newest % entries, 0).astype(np.int32)
-    joined = rng.standard_normal((len(lengths), (point.ratio + 2) * point.kv_heads, point.width))
-    joined = joined.astype(ml_dtypes.bfloat16)
-    angles = rng.uniform(-3, 3, (len(lengths), point.width // 2))
-    turn = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    norms = rng.standard_normal((2, point.width)).astype(ml_dtypes.bfloat16) if point.index % 2 else ()
-    tiles = TILES[point.index % len(TILES)] or (DecodeTiles(32, 3) if interpret else None)
-    columns = (case.page_indptr, case.page_ids, seq_lens, case.first_position, case.key_row, case.value_row)
-    kernel = _bound(append_and_attend, case, point, chosen, interpret=interpret, tiles=tiles)
-    poison_memory()
-    out, arena, counters = kernel(joined, NewTokens(*turn, *places, *norms), case.arena, *columns)
-    parts = _bound(append_and_attend_ref, case, point, chosen)
-    expected, expected_arena, _ = parts(joined, NewTokens(*turn, *places, *norms), case.arena, *columns)
-    out, expected = np.asarray(out), np.asarray(expected, np.float64)
-    assert relative_error(out[live], expected[live]) < BF16_ERROR, f"seed {seed}"
-    assert not np.any(out[~live].astype(np.float64)), f"seed {seed}"
-    assert counters is None or not np.any(counters), f"seed {seed}"
-    # Page 0 takes what no sequence wants.
-    before, after, wanted = (_values(np.asarray(part))[1:] for part in (case.arena, arena, expected_arena))
-    changed, expected_change = (_differs(part, before) for part in (after, wanted))
-    np.testing.assert_array_equal(changed, expected_change, f"seed {seed}")
-    assert np.count_nonzero(changed) > 0.9 * 2 * np.count_nonzero(live) * point.kv_heads * point.width
-    bound = BF16_ERROR if point.fp8_scale is None else 2 * BF16_ERROR
-    assert relative_error(after[changed], wanted[changed]) < bound, f"seed {seed}"
-
-
-def _differs(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    return (values != others) & ~(np.isnan(values) & np.isnan(others))
-
-
 def check_prefill(point: Point, lengths: list[int], queries: list[int], *, interpret: bool) -> None:
     seed = fresh_seed()
     case, chosen = paged_case(point, lengths, queries, seed)
@@ -197,6 +156,44 @@ def check_append(point: Point, tokens: int, *, interpret: bool) -> None:
     assert np.count_nonzero(written) == 2 * tokens * kv_heads * width
     # An 8-bit value that falls near the middle of two may be rounded to either: a sixteenth.
     bound = BF16_ERROR if point.fp8_scale is None else 2 * BF16_ERROR
+    assert relative_error(wide[written], expected_wide[written]) < bound, f"seed {seed}"
+
+
+def check_project_heads(point: Point, rows: int, *, interpret: bool, tiles: DenseTiles | None = None) -> None:
+    """Against plain XLA: the same queries, and the same places of the arena written, but for rounding."""
+    seed, inner = fresh_seed(), 256
+    rng, kv_heads, entries, width = np.random.default_rng(seed), point.kv_heads, point.page_entries, point.width
+    heads, pages = point.ratio * kv_heads, rows // entries + 3
+    x, weight, norm = (
+        rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for shape in ((rows, inner), (inner, (heads + 2 * kv_heads) * width), inner)
+    )
+    angles = rng.uniform(-3, 3, (rows, width // 2))
+    turn = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    places = rng.permutation(np.arange(entries, pages * entries))[:rows].astype(np.int32)
+    pages_of = places // entries
+    if rows > 2:
+        pages_of[-1] = 0  # padding
+    elements = 2 * 2 * kv_heads * entries * width
+    arena = np.full((pages, elements), np.nan, ml_dtypes.bfloat16)
+    if point.fp8_scale is not None:
+        arena = np.full((pages, elements // 2), 0xFFFF, np.uint16)  # two NaNs an element
+    norms = rng.standard_normal((2, width)).astype(ml_dtypes.bfloat16) if point.index % 2 else ()
+    sizes = {"heads": heads, "kv_heads": kv_heads, "page_entries": entries, "fp8_scale": point.fp8_scale}
+    arguments = (x, weight, NewTokens(*turn, pages_of, places % entries, *norms), arena)
+    arguments += (2 * kv_heads * entries, 3 * kv_heads * entries)
+    kernel = functools.partial(project_heads, **sizes, norm=norm, tiles=tiles, interpret=interpret)
+    poison_memory()
+    query, held, counters = jax.jit(kernel)(*arguments)
+    expected_query, expected, _ = jax.jit(functools.partial(project_heads_ref, **sizes, norm=norm))(*arguments)
+    assert relative_error(query, np.asarray(expected_query, np.float64)) < BF16_ERROR, f"seed {seed}"
+    assert counters is None or not np.any(counters), f"seed {seed}"
+    wide, expected_wide = (_values(np.asarray(part))[1:] for part in (held, expected))  # page 0 is scratch
+    written = ~np.isnan(expected_wide)
+    np.testing.assert_array_equal(written, ~np.isnan(wide), f"seed {seed}")
+    assert np.count_nonzero(written) == 2 * (rows - (rows > 2)) * kv_heads * width
+    # An 8-bit value that falls near the middle of two may be rounded to either: a sixteenth.
+    bound = BF16_ERROR if point.fp8_scale is None else 3 * BF16_ERROR
     assert relative_error(wide[written], expected_wide[written]) < bound, f"seed {seed}"
 
 

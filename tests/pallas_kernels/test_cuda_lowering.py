@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resin.pallas_kernels.dense_small import dense_small
+from resin.pallas_kernels.dense_small import dense_small, project_heads
 from resin.pallas_kernels.experts import expert_ffn
-from resin.pallas_kernels.new_token import NewTokens
-from resin.pallas_kernels.paged_decode import append_and_attend, paged_decode_attention
+from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.paged_decode import paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.sampling import Draw, sample_tokens
@@ -51,16 +51,6 @@ def attention_call(function, name: str, tokens: int | None):
     return lambda *arguments: call(*arguments, 0, stride), (query, arena, *columns)
 
 
-def append_and_attend_call(name: str, norms: bool):
-    heads, kv_heads, width, entries, options = ATTENTION[name]
-    _, (query, *columns) = attention_call(paged_decode_attention, name, None)
-    call = partial(append_and_attend, kv_heads=kv_heads, page_entries=entries, scale=0.1, **options)
-    turn, place = Array((query.shape[0], width // 2), FLOAT), Array((query.shape[0],), INT)
-    new = NewTokens(turn, turn, place, place, *([Array((width,), BF16)] * 2 if norms else []))
-    joined = Array((query.shape[0], heads + 2 * kv_heads, width), BF16)
-    return lambda *arguments: call(*arguments, 0, kv_heads * entries), (joined, new, *columns)
-
-
 def append_call(fp8_scale: float | None):
     call = partial(rope_append, kv_heads=8, page_entries=16, fp8_scale=fp8_scale)
 
@@ -79,6 +69,19 @@ def dense_call(rows: int, inner: int, columns: int, gate: str | None):
     return function, (Array((rows, inner), BF16), Array((inner, columns), BF16), Array((inner,), BF16))
 
 
+def heads_call(rows: int, heads: int, kv_heads: int, width: int, norms: bool = False, fp8_scale: float | None = None):
+    call = partial(project_heads, heads=heads, kv_heads=kv_heads, page_entries=16, fp8_scale=fp8_scale)
+
+    def function(x, weight, norm, new, arena):
+        return call(x, weight, new, arena, 0, 16 * kv_heads, norm=norm)
+
+    turn, place = Array((rows, width // 2), FLOAT), Array((rows,), INT)
+    new = NewTokens(turn, turn, place, place, *([Array((width,), BF16)] * 2 if norms else []))
+    weight = Array((4096, (heads + 2 * kv_heads) * width), BF16)
+    arena = Array((30_000, 64 * kv_heads * 16 * width), BF16 if fp8_scale is None else jnp.uint16)
+    return function, (Array((rows, 4096), BF16), weight, Array((4096,), BF16), new, arena)
+
+
 def experts_call(tokens: int):
     ids, weights = Array((tokens, 8), INT), Array((tokens, 8), FLOAT)
     matrices = Array((128, 2048, 1536), BF16), Array((128, 768, 2048), BF16)
@@ -93,7 +96,6 @@ def sampling_call(rows: int, vocab: int):
 CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
     **{f"prefill {name}": partial(attention_call, paged_prefill_attention, name, 2048) for name in ATTENTION},
-    **{f"append and attend {name}": partial(append_and_attend_call, name, "fp8" in name) for name in ATTENTION},
     "prefill of few tokens": partial(attention_call, paged_prefill_attention, "8B", 8),
     "append": partial(append_call, None),
     "append fp8": partial(append_call, 2.0),
@@ -101,6 +103,13 @@ CALLS = {
     "dense 1 row gated": partial(dense_call, 1, 4096, 28672, "silu"),
     "dense 2 rows small": partial(dense_call, 2, 1024, 3072, None),
     "dense 16 rows": partial(dense_call, 16, 14336, 4096, "gelu_tanh"),
+    "dense 32 rows gated": partial(dense_call, 32, 4096, 28672, "silu"),
+    "dense 64 rows": partial(dense_call, 64, 14336, 4096, None),
+    "heads 1 row": partial(heads_call, 1, 32, 8, 128),
+    "heads 8 rows": partial(heads_call, 8, 14, 2, 64, norms=True),
+    "heads 32 rows": partial(heads_call, 32, 32, 8, 128, norms=True),
+    "heads 64 rows fp8": partial(heads_call, 64, 16, 1, 96, fp8_scale=1.0),
+    "heads 16 rows wide": partial(heads_call, 16, 8, 4, 256, norms=True),
     "experts 1 token": partial(experts_call, 1),
     "experts 64 tokens": partial(experts_call, 64),
     "experts 4096 tokens": partial(experts_call, 4096),

@@ -19,7 +19,6 @@ from tests.pallas_kernels.grid import (
     GRID,
     Point,
     check_append,
-    check_append_and_attend,
     check_decode,
     check_prefill,
     fresh_seed,
@@ -51,11 +50,6 @@ def call_attention(function, case: PagedCase, columns, chosen: dict, **extra):
 @pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
 def test_decode(point: Point):
     check_decode(point, [1, 17, 1300, 5, 129, 640], interpret=False)
-
-
-@pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
-def test_append_and_attend(point: Point):
-    check_append_and_attend(point, [1, 17, 1300, 0, 129, 640], interpret=False)
 
 
 @pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
