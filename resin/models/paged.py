@@ -100,12 +100,12 @@ class PagedContext(Context):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         plain = norms is None or norms[0].order is not NormOrder.ONE_PLUS
-        if self._is_reference or not plain or self.phase is not Phase.DECODE or joined.dtype != jnp.bfloat16:
+        if self._is_reference or not plain or joined.dtype != jnp.bfloat16:
             return super().attend_joined(layer, joined, rope, norms, sinks)
         with jax.named_scope("append"):
             rows, key_row, value_row = self._layer_rows(layer)
             cos, sin = self.rotation(rope)
-            query, self.arena = self._kernels.rope_append(
+            query, self.arena, _ = self._kernels.rope_append(
                 joined,
                 cos,
                 sin,

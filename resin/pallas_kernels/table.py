@@ -42,7 +42,7 @@ class Kernels:
     backend: Backend
     paged_decode: Callable[..., tuple[jax.Array, jax.Array | None]]
     paged_prefill: Callable[..., jax.Array]
-    rope_append: Callable[..., tuple[jax.Array, jax.Array]]
+    rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]

@@ -11,7 +11,7 @@ from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
 from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
-from resin.pallas_kernels.rope_append import rope_append
+from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 from tests.pallas_kernels.grid import (
     BF16_ERROR,
@@ -59,7 +59,28 @@ def test_prefill(point: Point):
 
 @pytest.mark.parametrize("point", [*GRID[::3], *FP8_GRID[::3]], ids=str)
 def test_append(point: Point):
-    check_append(point, (1, 5, 130)[point.index % 3], interpret=False)
+    check_append(point, (1, 5, 130, 3000)[point.index % 4], interpret=False)
+
+
+def test_append_of_a_large_batch_leaves_scratch_alone():
+    """3000 tokens at the 8B's heads, the last 500 of them padding."""
+    tokens, live, heads, kv_heads, width, entries = 3000, 2500, 32, 8, 128, 16
+    keys = jax.random.split(jax.random.key(fresh_seed()), 2)
+    x = jax.random.normal(keys[0], (tokens, heads + 2 * kv_heads, width), jnp.bfloat16)
+    angles = jax.random.uniform(keys[1], (tokens, width // 2), maxval=6.0)
+    arena = jnp.full((tokens // entries + 2, 2 * kv_heads * entries * width), jnp.nan, jnp.bfloat16)
+    place = jnp.where(jnp.arange(tokens) < live, jnp.arange(tokens, dtype=jnp.int32) + entries, 0)
+    columns = (x, jnp.cos(angles), jnp.sin(angles), arena, place // entries, place % entries, 0, kv_heads * entries)
+    call = {"kv_heads": kv_heads, "page_entries": entries, "with_keys": True}
+    poison_memory()
+    out = jax.jit(functools.partial(rope_append, **call))(*columns)
+    expected = jax.jit(functools.partial(rope_append_ref, **call))(*columns)
+    for part, other in zip((out[0], out[2]), (expected[0], expected[2]), strict=True):
+        assert relative_error(part, np.asarray(other, np.float64)) < BF16_ERROR
+    held, other = (np.asarray(result[1][1:], np.float64) for result in (out, expected))
+    np.testing.assert_array_equal(np.isnan(held), np.isnan(other))
+    assert relative_error(np.nan_to_num(held), np.nan_to_num(other)) < BF16_ERROR
+    assert np.isnan(np.asarray(out[1][0], np.float32)).all()
 
 
 def test_attention_and_append_at_the_far_end_of_a_large_arena():
@@ -74,7 +95,7 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
     stride = kv_heads * entries
     rows = (2 * layers - 2) * stride, (2 * layers - 1) * stride
     append = functools.partial(rope_append, kv_heads=kv_heads, page_entries=entries)
-    query, arena = jax.jit(append, donate_argnums=3)(
+    query, arena, _ = jax.jit(append, donate_argnums=3)(
         joined, *turn, arena, ids[place // entries], place % entries, *rows
     )
     indptr, length, first = jnp.array([0, 13], jnp.int32), jnp.array([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
