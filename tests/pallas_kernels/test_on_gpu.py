@@ -13,6 +13,7 @@ from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_deco
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.table import pick_kernels
 from tests.pallas_kernels.grid import (
     BF16_ERROR,
     FP8_GRID,
@@ -60,6 +61,26 @@ def test_prefill(point: Point):
 @pytest.mark.parametrize("point", [*GRID[::3], *FP8_GRID[::3]], ids=str)
 def test_append(point: Point):
     check_append(point, (1, 5, 130, 3000)[point.index % 4], interpret=False)
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048])
+def test_fresh_prefill(tokens: int):
+    """The 8B's heads; a tenth of the tokens is padding, as large as what it must not touch."""
+    live = tokens - tokens // 10
+    seed = fresh_seed()
+    case = build_case([live], [live], heads=32, kv_heads=8, width=128, page_entries=16, seed=seed)
+    padding = np.full((tokens - live, 32, 128), 1e3, np.float32)
+    query, key, value = (
+        bfloat(np.concatenate([part, padding[:, : part.shape[1]]])) for part in (case.q, case.keys[0], case.values[0])
+    )
+    attend = jax.jit(functools.partial(pick_kernels("cuda").fresh_prefill, scale=case.scale))
+    poison_memory()
+    out = attend(query, key, value)
+    columns = (case.page_indptr, case.page_ids, case.query_indptr, case.seq_lens, case.first_position)
+    expected = call_attention(paged_prefill_attention_ref, case, columns, {})
+    assert out.shape == query.shape
+    assert relative_error(out[:live], np.asarray(expected, np.float64)) < BF16_ERROR, f"seed {seed}"
+    assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
 def test_append_of_a_large_batch_leaves_scratch_alone():
