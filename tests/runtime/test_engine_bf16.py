@@ -81,7 +81,7 @@ def test_other_programs_agree_up_to_near_ties(equalities: Bf16Equalities) -> Non
 def test_prompts_that_read_no_pages_agree_up_to_near_ties(equalities: Bf16Equalities) -> None:
     if not equalities.fresh_buckets():
         pytest.skip("no bucket has a program for them")
-    assert equalities.check_fresh() > 10
+    assert equalities.check_fresh() > 4
 
 
 def test_retracted_requests_agree_up_to_near_ties(equalities: Bf16Equalities) -> None:
