@@ -154,14 +154,21 @@ def resident_plan(case: Case, config: RunnerConfig, num_pages: int, params: Samp
 
 
 def with_flags(
-    plan: BatchPlan, config: RunnerConfig, *, add: RowFlag = NO_FLAGS, drop: RowFlag = NO_FLAGS
+    plan: BatchPlan,
+    config: RunnerConfig,
+    *,
+    add: RowFlag = NO_FLAGS,
+    drop: RowFlag = NO_FLAGS,
+    top_logprobs: int | None = None,
 ) -> BatchPlan:
-    """The same plan with other flags on its live rows."""
+    """The same plan with other flags on its live rows, and as many most likely tokens to report."""
     buffer = plan.buffer.copy()
     columns = plan.layout.views(buffer)
     flags = columns["row_flags"][: plan.num_sequences]
     flags[:] = (flags | int(add)) & ~int(drop)
     columns["header"][2] = np.bitwise_or.reduce(flags)
+    if top_logprobs is not None:
+        columns["header"][3] = top_logprobs
     return build_plan(config, plan.bucket, buffer, step=plan.step, request_ids=plan.request_ids)
 
 

@@ -81,8 +81,8 @@ def build_cases(small: bool) -> Iterator[KernelCase]:
         yield decode_case(shape, arena, sequences, context)
     for sequences, context in ((2, 24),) if small else PREFILL_BATCHES:
         yield prefill_case(shape, arena, sequences, context)
-    for tokens in (3,) if small else (1, 8, 128):
-        yield append_case(shape, arena[: min(arena.shape[0], 200)], tokens)
+    for tokens in (3,) if small else (1, 8, 128, 8192):
+        yield append_case(shape, arena[: min(arena.shape[0], max(200, tokens // shape.entries + 1))], tokens)
     del arena
     products = {"toy": (64, 96, True, True, False)} if small else PRODUCTS
     for name, product in products.items():
@@ -168,7 +168,7 @@ def append_case(shape: Heads, arena: jax.Array, tokens: int) -> KernelCase:
     norm = 1 + normal(3, shape.width)
 
     def call(function: Any, x: jax.Array, arena: jax.Array, norm: jax.Array) -> jax.Array:
-        query, written = function(
+        query, written, _ = function(
             x,
             jnp.cos(angles),
             jnp.sin(angles),

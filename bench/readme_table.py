@@ -75,6 +75,7 @@ def _line(row: dict[str, Any]) -> str:
         case += f", top-k {sampling['top_k']}, top-p {sampling['top_p']}"
     engine = f"{row['engine_ms']:.2f} ms ({row['engine_ratio'] - 1:+.1%})" if "engine_ms" in row else ""
     model = f"{row['model']}, {row['dtype']}" + (", balanced experts" if row.get("balanced_experts") else "")
+    model += ", paged prefill" if row.get("paged_prefill") else ""
     cells = (
         model,
         case,

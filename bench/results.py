@@ -49,5 +49,6 @@ def case_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         row["context_tokens"],
         row["sequences"],
         row.get("balanced_experts", False),
+        row.get("paged_prefill", False),
         json.dumps(row.get("sampling"), sort_keys=True),
     )

@@ -2,7 +2,8 @@
 
 Short requests run through the engine in the buckets that are about to be timed, and every token is held against the
 plain whole-sequence forward of the same weights, which knows no pages, plans or kernels of ours. Then the plan itself
-must give finite numbers and, run twice, the same tokens.
+must give finite numbers and, run twice, the same tokens; and the program that is timed, which reports no logprobs and
+may attend by other kernels, must choose among the most likely of them.
 """
 
 from __future__ import annotations
@@ -125,21 +126,26 @@ def difference(row: TokenRow, expected: np.ndarray) -> float:
 
 
 def check_repeatable(case: Case, runner: ModelRunner, plan: BatchPlan) -> None:
-    """Runs a plan twice, greedily and from fixed tokens and states.
+    """Runs a plan twice with logprobs, greedily and from fixed tokens and states, then as it is timed.
 
     Raises:
-        CheckFailed: a logit is no finite number, or the tokens differ.
+        CheckFailed: a logit is no finite number, or the tokens differ; those of the timed program may, by rounding, if
+            they are among the most likely.
     """
     drop = RowFlag.FROM_SLOT | RowFlag.SAMPLE | RowFlag.TRUNCATE
-    add = RowFlag.LOGPROBS
+    add = RowFlag(0)
     if any(isinstance(group, StateGroup) for group in runner.config.groups):
         # A state that is updated in place would differ the second time.
         add |= RowFlag.FRESH_STATE
-    fixed = with_flags(plan, runner.config, add=add, drop=drop)
+    top = min(MAX_TOP_LOGPROBS, runner.config.vocab_size)
+    fixed = with_flags(plan, runner.config, add=add | RowFlag.LOGPROBS, drop=drop, top_logprobs=top)
     first, second = runner.forward(fixed), runner.forward(fixed)
-    assert first.logprobs is not None
+    timed = runner.forward(with_flags(plan, runner.config, add=add, drop=drop))
+    assert first.logprobs is not None and first.top_ids is not None
     # The logprob of a row is its logit less the sum over all of them: one bad logit spoils it.
     if not np.isfinite(first.logprobs).all():
         raise CheckFailed(f"{case}: {np.isnan(first.logprobs).sum()} rows have logits that are no finite numbers")
     if not np.array_equal(first.token_ids, second.token_ids):
         raise CheckFailed(f"{case}: the same plan gave different tokens the second time")
+    if not (first.top_ids == timed.token_ids[:, None]).any(axis=1).all():
+        raise CheckFailed(f"{case}: the timed program chose a token that is not among the {top} most likely")

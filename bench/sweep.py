@@ -32,6 +32,7 @@ from resin import InvalidRequest, Phase, SamplingParams
 from resin.plan.cache import FP8_DTYPE, fp8_scales
 from resin.runtime import RunnerOptions
 from resin.runtime.options import KERNELS
+from resin.runtime.program_kind import plan_kind
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -44,6 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     weights.add_argument("--checkpoint", help="weights of --model")
     model.add_argument("--balanced-experts", action="store_true", help="tokens take experts in turn")
     model.add_argument("--kernels", choices=KERNELS, help="default: triton on GPU, reference on CPU")
+    model.add_argument("--paged-prefill", action="store_true", help="fresh prompts take the paged kernel, not cuDNN")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
     model.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
     cases = parser.add_argument_group("cases")
@@ -115,7 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = build_cases(args)
     choice = ModelChoice(args.model, args.shape, args.checkpoint, args.dummy, args.balanced_experts)
     started = time.perf_counter()
-    setup = build_setup(choice, cases, RunnerOptions(dtype=args.dtype, kernels=args.kernels, kv_dtype=args.kv_dtype))
+    options = RunnerOptions(
+        dtype=args.dtype,
+        kernels=args.kernels,
+        kv_dtype=args.kv_dtype,
+        fresh_attention="paged" if args.paged_prefill else "cudnn",
+    )
+    setup = build_setup(choice, cases, options)
     print(f"ready after {time.perf_counter() - started:.1f} s; {setup.runner.ledger}", file=sys.stderr)
     rows = run_cases(args, cases, setup, choice)
     if args.output is not None:
@@ -158,7 +166,12 @@ def run_cases(
     for case, resident, error in zip(cases, residents, checks, strict=True):
         driven = None
         if args.engine and case.phase is Phase.DECODE:
-            window = {"num_pages": setup.num_pages, "rounds": args.rounds, "steps": args.engine_steps, "overlap": args.overlap}
+            window = {
+                "num_pages": setup.num_pages,
+                "rounds": args.rounds,
+                "steps": args.engine_steps,
+                "overlap": args.overlap,
+            }
             driven = drive(case, runner, resident.plan, params, **window)
         row = case_row(case, resident, driven, counter.count(resident.plan), ceilings, setup)
         row |= {"model": choice.name, "weights": "random" if args.dummy else "checkpoint", "check_error": error}
@@ -179,14 +192,15 @@ def case_row(
     case: Case, resident: ResidentCase, driven: Driven | None, work: Work, ceilings: Ceilings, setup: Setup
 ) -> dict[str, Any]:
     """What was measured and counted of one case."""
-    step_s = resident.median_ms / 1000
+    step_s, plan = resident.median_ms / 1000, resident.plan
     tokens = case.sequences * (case.context_tokens if case.phase is Phase.PREFILL else 1)
-    bucket = resident.plan.bucket
     row: dict[str, Any] = {
         "phase": case.phase.name.lower(),
         "sequences": case.sequences,
         "context_tokens": case.context_tokens,
-        "bucket": str(bucket),
+        "bucket": str(plan.bucket),
+        "program": plan_kind(plan, setup.spec.kinds(plan.bucket)).value,
+        "paged_prefill": not setup.spec.has_fresh_prefill,
         "dtype": setup.spec.dtype,
         "cache_dtype": FP8_DTYPE if fp8_scales(setup.spec.config.groups) else setup.spec.config.arena_dtype,
         "ms": resident.median_ms,
@@ -196,8 +210,8 @@ def case_row(
         "tokens_per_s_per_user": tokens / case.sequences / step_s,
         "host_call_ms": float(sorted(resident.call_ms)[len(resident.call_ms) // 2]),
         "kernel_backend": setup.spec.kernels().backend.value,
-        "kernels": count_kernels(setup.runner.executable(bucket).as_text() or ""),
-        "plan_bytes": resident.plan.buffer.nbytes,
+        "kernels": count_kernels(setup.runner.executable(plan).as_text() or ""),
+        "plan_bytes": plan.buffer.nbytes,
         "bytes": work.nbytes,
         "flops": work.flops,
         "work": asdict(work),

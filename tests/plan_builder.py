@@ -132,6 +132,8 @@ def row_flags(
     flags = RowFlag(0)
     if from_slot:
         flags |= RowFlag.FROM_SLOT
+    if phase is Phase.PREFILL and sequence.cached == 0:
+        flags |= RowFlag.FRESH_STATE
     if params.prompt_logprobs is not None and phase is Phase.PREFILL:
         flags |= RowFlag.PROMPT_LOGPROBS
     if not emits:

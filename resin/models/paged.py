@@ -16,9 +16,19 @@ from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
 from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
+from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, HEADS_KERNEL_ROWS, Backend, Kernels, pick_kernels
-from resin.plan import CacheGeometry, CacheGroup, GroupGeometry, InvalidRequest, Phase, RowFlag, StateGroup
+from resin.plan import (
+    CacheGeometry,
+    CacheGroup,
+    GroupGeometry,
+    HistoryGroup,
+    InvalidRequest,
+    Phase,
+    RowFlag,
+    StateGroup,
+)
 from resin.plan.cache import FP8_DTYPE
 
 
@@ -42,6 +52,9 @@ class PlaneRows:
 class PagedContext(Context):
     """A plan's columns, unpacked, and the arena as it changes from layer to layer.
 
+    A fresh plan is one sequence from its start: its tokens are all the keys there are, so that layers whose options
+    allow it attend to them directly. The arena gets them for the steps that follow.
+
     Attributes:
         phase: prefill or decode (one token a sequence).
         columns: the plan's columns by name, as `plan_layout` names them.
@@ -59,6 +72,7 @@ class PagedContext(Context):
         token_ids: jax.Array,
         tp: int = 1,
         kernels: Kernels | None = None,
+        is_fresh: bool = False,
     ) -> None:
         super().__init__(token_ids, columns["positions"], tp)
         self.phase = phase
@@ -67,6 +81,7 @@ class PagedContext(Context):
         self._groups = {group.name: (group, fill) for group, fill in zip(groups, geometry.groups, strict=True)}
         self._kernels = kernels or pick_kernels("cpu")
         self._is_reference = self._kernels.backend is Backend.REFERENCE
+        self._fresh_prefill = self._kernels.fresh_prefill if is_fresh else None
         self._counters: dict[str, jax.Array] = {}
 
     def plane_rows(self, group_name: str, plane_name: str) -> PlaneRows:
@@ -90,6 +105,8 @@ class PagedContext(Context):
     ) -> jax.Array:
         rows, key_row, _ = self._layer_rows(layer)
         self._append(layer, rows, key_row, jnp.concatenate([key, value], axis=1))
+        if (fresh := self._fresh_kernel(layer, rows, query.dtype, sinks)) is not None:
+            return fresh(query, key, value, scale=layer.scale)
         return self._attend_pages(layer, query, sinks)
 
     def attend_product(
@@ -141,12 +158,13 @@ class PagedContext(Context):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         plain = norms is None or norms[0].order is not NormOrder.ONE_PLUS
-        if self._is_reference or not plain or self.phase is not Phase.DECODE or joined.dtype != jnp.bfloat16:
+        if self._is_reference or not plain or joined.dtype != jnp.bfloat16:
             return super().attend_joined(layer, joined, rope, norms, sinks)
         with jax.named_scope("append"):
             rows, key_row, value_row = self._layer_rows(layer)
+            fresh = self._fresh_kernel(layer, rows, joined.dtype, sinks)
             cos, sin = self.rotation(rope)
-            query, self.arena = self._kernels.rope_append(
+            query, self.arena, key = self._kernels.rope_append(
                 joined,
                 cos,
                 sin,
@@ -161,7 +179,10 @@ class PagedContext(Context):
                 k_norm=None if norms is None else norms[1].weight[...],
                 eps=1e-6 if norms is None else norms[0].eps,
                 fp8_scale=rows.fp8_scale,
+                with_keys=fresh is not None,
             )
+        if fresh is not None:
+            return fresh(query, key, joined[:, -layer.kv_heads :], scale=layer.scale)
         return self._attend_pages(layer, query, sinks)
 
     def product(
@@ -227,6 +248,22 @@ class PagedContext(Context):
         key_row = rows.first_row + layer.index * 2 * stride
         return rows, key_row, key_row + stride
 
+    def _fresh_kernel(
+        self, layer: AttentionLayer, rows: PlaneRows, dtype: Any, sinks: jax.Array | None
+    ) -> Callable[..., jax.Array] | None:
+        """Attention of a fresh plan's tokens to themselves; None where the layer reads pages."""
+        group, _ = self._groups[layer.group]
+        fits = fits_fresh_prefill(
+            dtype,
+            layer.head_dim,
+            window=layer.window,
+            sinks=sinks,
+            softcap=layer.softcap,
+            fp8_scale=rows.fp8_scale,
+        )
+        sees_tokens = isinstance(group, HistoryGroup) and group.tokens_per_entry == 1
+        return self._fresh_prefill if fits and sees_tokens else None
+
     def _attend_pages(self, layer: AttentionLayer, query: jax.Array, sinks: jax.Array | None) -> jax.Array:
         rows, key_row, value_row = self._layer_rows(layer)
         columns = self.columns
@@ -256,7 +293,7 @@ class PagedContext(Context):
             )
             self._keep_counters("decode", counters)
             return out
-        return self._kernels.paged_prefill(
+        out = self._kernels.paged_prefill(
             query,
             self.arena,
             page_indptr,
@@ -268,6 +305,10 @@ class PagedContext(Context):
             value_row,
             **shared,
         )
+        if self._fresh_prefill is None:
+            return out
+        # Padding is undefined here, and becomes keys and values of layers that read no pages: these have to be finite.
+        return jnp.where(self.live_tokens()[:, None, None], out, 0)
 
     def live_tokens(self) -> jax.Array:
         return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][1]

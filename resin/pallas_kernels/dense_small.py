@@ -310,15 +310,14 @@ class _Spec:
 
 
 def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
-    refs = list(refs)
-    norm_ref = refs.pop(0) if spec.has_norm else None
-    residual_ref = refs.pop(0) if spec.has_residual else None
-    new = planes_ref = None
+    rest = list(refs)
+    norm_ref = rest.pop(0) if spec.has_norm else None
+    residual_ref = rest.pop(0) if spec.has_residual else None
     if spec.heads is not None:
-        new = NewTokens(*(refs.pop(0) for _ in range(6 if spec.heads.has_norm else 4)))
-        planes_ref = refs.pop(0)
+        new = NewTokens(*(rest.pop(0) for _ in range(6 if spec.heads.has_norm else 4)))
+        planes_ref = rest.pop(0)
     # Counters and arena come as inputs too, aliased to outputs.
-    outputs = refs[(spec.tiles.splits > 1) + (spec.heads is not None) :]
+    outputs = rest[(spec.tiles.splits > 1) + (spec.heads is not None) :]
     index, split = pl.program_id(0), pl.program_id(1)
     column, real = spec.block(index)
     steps = pl.cdiv(pl.cdiv(spec.inner, spec.tiles.block_inner), spec.tiles.splits)

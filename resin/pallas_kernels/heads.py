@@ -85,9 +85,7 @@ def finish_head(
     cos, sin = (plgpu.load(ref.at[turn], mask=inside, other=0.0) for ref in (new.cos, new.sin))
     wide_low, wide_high = low.astype(jnp.float32), high.astype(jnp.float32)
     turned = wide_low * cos - wide_high * sin, wide_high * cos + wide_low * sin
-    low, high = (
-        jnp.where(is_value, old, value.astype(dtype)) for old, value in zip(plain, turned, strict=True)
-    )
+    low, high = (jnp.where(is_value, old, value.astype(dtype)) for old, value in zip(plain, turned, strict=True))
     for start, value in ((0, low), (spec.half, high)):
         plgpu.store(q_ref.at[row[:, None], head, start + lane[None, :]], value, mask=inside & is_query)
     page = plgpu.load(new.append_pages.at[row], mask=real, other=0)

@@ -2,10 +2,13 @@
 
 x is `[T, (H + 2 K) * D]`: queries, keys, values of each token. Queries and keys are normalised per head (if the model
 does), then rotated in half-split pairs: dimension i with i + D/2. Queries go to an array of their own, keys and values
-straight to their place in the arena (layout as in `paged_decode`), which is updated in place.
+straight to their place in the arena (layout as in `paged_decode`), which is updated in place. Nothing is written to
+page 0, where padding belongs: thousands of tokens would store to the same few lines. Attention that reads no pages gets
+the keys in an array of their own as well.
 
 Grid: one program for `rows` (token, head) rows of x, whatever they are; which of q, k, v a row is decides only masks,
-so that one token of a small batch still spreads over several multiprocessors.
+so that one token of a small batch still spreads over several multiprocessors, and 8192 tokens of 32 + 16 heads are
+12288 programs, which read and write 8 KB each. Their rows belong to one token or two, whose sines stay in L1.
 """
 
 from __future__ import annotations
@@ -21,11 +24,28 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, round_fp8, vector_pieces
 
-# Rows a program: 8 rows of 128 values keep 16-byte accesses for 4 warps and give 6 programs a token of a 32 + 16 head
-# model; large batches take more rows for fewer programs.
-SMALL_ROWS, LARGE_ROWS = 8, 32
 LARGE_TOKENS = 64
 NOWHERE = 2**31 - 1  # row index of what must not be stored; such lanes are masked
+
+
+@dataclass(frozen=True, slots=True)
+class AppendTiles:
+    """(Token, head) rows a program, and its warps."""
+
+    rows: int = 8
+    num_warps: int = 4
+
+
+def choose_append_tiles(tokens: int) -> AppendTiles:
+    """8 rows of 128 values keep 16-byte accesses for 4 warps and give 6 programs a token of a 32 + 16 head model.
+
+    From `LARGE_TOKENS` on there are programs enough, and 32 rows keep more loads in flight: at 64 registers a thread 8
+    programs of 8 KB share a multiprocessor. With 64 rows a thread takes 136 registers, so that 3 programs fit.
+
+    Args:
+        tokens: padded tokens T.
+    """
+    return AppendTiles(rows=32) if tokens >= LARGE_TOKENS else AppendTiles()
 
 
 def rope_append(
@@ -44,25 +64,29 @@ def rope_append(
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
     fp8_scale: float | None = None,
+    with_keys: bool = False,
+    tiles: AppendTiles | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Normalises and rotates queries and keys, and appends keys and values to the arena.
 
     Args:
         x: `[T, H + 2 K, D]`, query heads, key heads, value heads.
         cos, sin: float32 `[T, D / 2]`.
         arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
-        append_pages, append_offsets: int32 `[T]`, page and entry that take each token.
+        append_pages, append_offsets: int32 `[T]`, page and entry that take each token; nothing is written for page 0.
         key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
         kv_heads, page_entries: KV heads on this device, entries a page.
         q_norm, k_norm: `[D]` weights of per-head RMSNorms; None for none.
         eps: added to the mean square.
         fp8_scale: keys and values are stored as e4m3 of value / fp8_scale, in rows of D / 2 elements (`fp8`); None
             stores x's dtype.
+        with_keys: return the keys, too.
+        tiles: overrides the choice of tiles.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
-        Queries `[T, H, D]` and the arena.
+        Queries `[T, H, D]`, the arena, and keys `[T, K, D]` in x's dtype or None.
     """
     tokens, joined, width = x.shape
     check_kernel_arena(arena.dtype, fp8_scale)
@@ -77,15 +101,17 @@ def rope_append(
         fp8_scale=fp8_scale,
         has_norm=q_norm is not None,
         eps=eps,
-        rows=LARGE_ROWS if tokens >= LARGE_TOKENS else SMALL_ROWS,
+        with_keys=with_keys,
+        tiles=tiles or choose_append_tiles(tokens),
         interpret=interpret,
     )
     planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
     norms = () if q_norm is None else (q_norm, k_norm)
-    q, rows = _call(
+    q, rows, *keys = _call(
         spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, elements)
     )
-    return q.reshape(tokens, spec.heads, width), rows.reshape(arena.shape)
+    key = keys[0].reshape(tokens, kv_heads, width) if with_keys else None
+    return q.reshape(tokens, spec.heads, width), rows.reshape(arena.shape), key
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +127,8 @@ class _Spec:
     fp8_scale: float | None
     has_norm: bool
     eps: float
-    rows: int
+    with_keys: bool
+    tiles: AppendTiles
     interpret: bool
 
     @property
@@ -114,24 +141,26 @@ class _Spec:
 def _call(spec: _Spec, x, columns, norms, arena):
     """The kernel call. Nested jit: the layers of a model trace and lower it once."""
     inputs = [x, *columns, *norms, arena]
+    keys = [jax.ShapeDtypeStruct((spec.tokens * spec.kv_heads, spec.width), x.dtype)] if spec.with_keys else []
     return pl.pallas_call(
         functools.partial(_rope_append_kernel, spec=spec),
-        grid=(-(-x.shape[0] // spec.rows),),
+        grid=(-(-x.shape[0] // spec.tiles.rows),),
         out_shape=(
             jax.ShapeDtypeStruct((spec.tokens * spec.heads, spec.width), x.dtype),
             jax.ShapeDtypeStruct(arena.shape, arena.dtype),
+            *keys,
         ),
         input_output_aliases={len(inputs) - 1: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=1),
         interpret=spec.interpret,
         name="rope_append",
     )(*inputs)
 
 
 def _rope_append_kernel(x_ref, cos_ref, sin_ref, pages_ref, offsets_ref, planes_ref, *refs, spec: _Spec):
-    q_ref, arena_ref = refs[-2:]
-    half = spec.width // 2
-    row = pl.program_id(0) * spec.rows + jnp.arange(spec.rows, dtype=jnp.int32)
+    q_ref, arena_ref, *key_refs = refs[-3:] if spec.with_keys else refs[-2:]
+    half, rows = spec.width // 2, spec.tiles.rows
+    row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     lanes = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     token, head = row // spec.joined, row % spec.joined
     live = token < spec.tokens
@@ -156,19 +185,24 @@ def _rope_append_kernel(x_ref, cos_ref, sin_ref, pages_ref, offsets_ref, planes_
     kv_head = jnp.where(is_value, head - spec.heads - spec.kv_heads, head - spec.heads)
     plane = jnp.where(is_value, planes_ref[1], planes_ref[0])
     place = page * spec.rows_per_page + plane + kv_head * spec.page_entries + offset
-    place = jnp.where(live & ~is_query, place, NOWHERE)
+    is_kept = ~is_query & (page > 0)
+    place = jnp.where(live & is_kept, place, NOWHERE)
+    is_key = ~is_query & ~is_value
+    key_row = jnp.where(live & is_key, token * spec.kv_heads + kv_head, NOWHERE)
     for start, value in ((0, low), (half, high)):
         at = start + lanes[None, :]
         plgpu.store(q_ref.at[q_row[:, None], at], value, mask=inside & is_query[:, None])
+        for key_ref in key_refs:
+            plgpu.store(key_ref.at[key_row[:, None], at], value, mask=inside & is_key[:, None])
         if spec.fp8_scale is not None:
             continue
         if arena_ref.dtype == jnp.uint16:
             value = lax.bitcast_convert_type(value, jnp.uint16)
-        plgpu.store(arena_ref.at[place[:, None], at], value.astype(arena_ref.dtype), mask=inside & ~is_query[:, None])
+        plgpu.store(arena_ref.at[place[:, None], at], value.astype(arena_ref.dtype), mask=inside & is_kept[:, None])
     if spec.fp8_scale is not None:
         bits = [lax.bitcast_convert_type(round_fp8(half, spec.fp8_scale), jnp.uint8) for half in (low, high)]
         words = bits[0].astype(jnp.uint16) | (bits[1].astype(jnp.uint16) << 8)
-        plgpu.store(arena_ref.at[place[:, None], lanes[None, :]], words, mask=inside & ~is_query[:, None])
+        plgpu.store(arena_ref.at[place[:, None], lanes[None, :]], words, mask=inside & is_kept[:, None])
 
 
 def _normalise(low, high, norm_refs, is_query, is_value, lanes, spec: _Spec):
@@ -201,8 +235,12 @@ def rope_append_ref(
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
     fp8_scale: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The same in plain XLA: rotation in float32, one scatter. Arguments and result as in `rope_append`."""
+    with_keys: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The same in plain XLA: rotation in float32, one scatter, which writes to page 0 as well.
+
+    Arguments and result as in `rope_append`.
+    """
     heads, width = x.shape[1] - 2 * kv_heads, x.shape[2]
     query, key, value = jnp.split(x, (heads, heads + kv_heads), axis=1)
     if q_norm is not None and k_norm is not None:
@@ -219,7 +257,7 @@ def rope_append_ref(
             vectors = lax.bitcast_convert_type(vectors, jnp.uint16)
         index = starts[:, None] + (plane + head)[None, :]
         rows = rows.at[index].set(vectors.astype(arena.dtype), mode="promise_in_bounds")
-    return query, rows.reshape(arena.shape)
+    return query, rows.reshape(arena.shape), key if with_keys else None
 
 
 def _head_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

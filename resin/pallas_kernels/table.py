@@ -1,4 +1,8 @@
-"""Which implementation of each kernel a platform runs: the one place that decides."""
+"""Which implementation of each kernel a platform runs: the one place that decides.
+
+`fresh_prefill` is the one kernel that is not ours and that a platform may lack: cuDNN's attention beside Triton bodies,
+plain XLA beside interpreted ones, None beside the references. Without it every prompt takes `paged_prefill`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import jax
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref, project_heads, project_heads_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
+from resin.pallas_kernels.fresh_prefill import fresh_prefill_attention
 from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
@@ -44,20 +49,24 @@ class Kernels:
     backend: Backend
     paged_decode: Callable[..., tuple[jax.Array, jax.Array | None]]
     paged_prefill: Callable[..., jax.Array]
-    rope_append: Callable[..., tuple[jax.Array, jax.Array]]
+    fresh_prefill: Callable[..., jax.Array] | None
+    rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
     project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]
 
 
-def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = None) -> Kernels:
+def pick_kernels(
+    platform: str, *, cores: int = 132, backend: Backend | None = None, has_fresh_prefill: bool = True
+) -> Kernels:
     """The kernels for a platform.
 
     Args:
         platform: JAX's name of it ("cpu", "cuda", "gpu"); platforms without an entry take the XLA references.
         cores: multiprocessors of the GPU, which split counts follow.
         backend: overrides the platform's.
+        has_fresh_prefill: False leaves out `fresh_prefill` everywhere.
     """
     backend = backend or PLATFORMS.get(platform, Backend.REFERENCE)
     if backend is Backend.REFERENCE:
@@ -65,6 +74,7 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
             backend,
             paged_decode_attention_ref,
             paged_prefill_attention_ref,
+            None,
             rope_append_ref,
             dense_small_ref,
             project_heads_ref,
@@ -72,10 +82,12 @@ def pick_kernels(platform: str, *, cores: int = 132, backend: Backend | None = N
             sample_tokens_ref,
         )
     interpret = backend is Backend.INTERPRET
+    fresh = functools.partial(fresh_prefill_attention, implementation="xla" if interpret else "cudnn")
     return Kernels(
         backend,
         functools.partial(paged_decode_attention, cores=cores, interpret=interpret),
         functools.partial(paged_prefill_attention, interpret=interpret),
+        fresh if has_fresh_prefill else None,
         functools.partial(rope_append, interpret=interpret),
         functools.partial(_dense, interpret=interpret),
         functools.partial(project_heads, interpret=interpret),

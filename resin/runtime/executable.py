@@ -1,4 +1,4 @@
-"""One program a step: unpack the plan, run the model, sample, update the slots. One compiled program a bucket."""
+"""One program a step: unpack the plan, run the model, sample, update the slots. Compiled for every kind of a bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from resin.models.paged import PagedContext
 from resin.models.weights import AbstractModel
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
-from resin.runtime.sampling import ADJUST, Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
+from resin.runtime.program_kind import ProgramKind, bucket_kinds
+from resin.runtime.sampling import Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
 from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
 
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
@@ -31,17 +32,12 @@ ARENA_SPEC = PartitionSpec(None, "tp")
 REPLICATED = PartitionSpec()
 
 
-# What a plain program leaves out. On a GPU a branch in a program makes the host wait for its condition, 2 ms a step;
-# so the steps that need none of this, nearly all, run a program without branches.
-SPECIAL = ADJUST | RowFlag.LOGPROBS | RowFlag.PROMPT_LOGPROBS
-
-
 class StepOutput(NamedTuple):
     """What a step leaves for the host."""
 
     token_ids: jax.Array  # int32 [B]
-    logprobs: Logprobs | None  # [B]; None in plain programs
-    prompt: Logprobs | None  # [T], of the token that follows each; None in plain and in decode programs
+    logprobs: Logprobs | None  # [B]; None unless the program is special
+    prompt: Logprobs | None  # [T], of the token that follows each; None unless it is, and in decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +50,7 @@ class StepSpec:
         mesh: where it runs.
         dtype: of the activations; float32 computes products in full float32.
         backend: of the kernels; None takes the platform's.
+        has_fresh_prefill: whether prompts of which nothing is cached may attend without reading pages.
     """
 
     model: AbstractModel
@@ -61,16 +58,21 @@ class StepSpec:
     mesh: Mesh
     dtype: str
     backend: Backend | None = None
+    has_fresh_prefill: bool = True
 
-    @property
-    def variants(self) -> tuple[bool, ...]:
-        """Whether each program of a bucket is plain: one program for all steps where branches cost nothing."""
-        return (False,) if self.kernels().backend is Backend.REFERENCE else (True, False)
+    def kinds(self, bucket: Bucket) -> tuple[ProgramKind, ...]:
+        """The programs of a bucket."""
+        return bucket_kinds(bucket, self.config, self.kernels(), dtype=self.dtype, tp=self.mesh.shape["tp"])
 
     def kernels(self) -> Kernels:
         """The kernels that the mesh's devices run."""
         device = self.mesh.devices.flat[0]
-        return pick_kernels(device.platform, cores=getattr(device, "core_count", None) or 132, backend=self.backend)
+        return pick_kernels(
+            device.platform,
+            cores=getattr(device, "core_count", None) or 132,
+            backend=self.backend,
+            has_fresh_prefill=self.has_fresh_prefill,
+        )
 
     def arguments(self, bucket: Bucket, arena: ArenaSpec) -> tuple[Any, ...]:
         """Abstract arguments of a bucket's program: weights, arena, slots, pieces of the plan buffer, masks."""
@@ -101,11 +103,8 @@ def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, arena.dtype, sharding=NamedSharding(mesh, ARENA_SPEC))
 
 
-def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, *, plain: bool = False) -> jax.stages.Compiled:
-    """Compiles a bucket's program; arena and slots are donated and come back in place.
-
-    Args:
-        plain: for plans without any `SPECIAL` flag.
+def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> jax.stages.Compiled:
+    """Compiles a bucket's program of one kind; arena and slots are donated and come back in place.
 
     Returns:
         `(weights, arena, slots, cut_buffer(buffer), masks) -> (arena, slots, StepOutput)`.
@@ -120,7 +119,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, *, plain: boo
         masks: jax.Array,
     ) -> tuple[jax.Array, SlotTable, StepOutput]:
         buffer = jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
-        return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, plain=plain)
+        return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, kind)
 
     mapped = jax.shard_map(
         step,
@@ -163,8 +162,7 @@ def run_step(
     slots: SlotTable,
     buffer: jax.Array,
     masks: jax.Array,
-    *,
-    plain: bool,
+    kind: ProgramKind,
 ) -> tuple[jax.Array, SlotTable, StepOutput]:
     """The traced body: one device's view of a step."""
     columns = unpack(layout, buffer)
@@ -181,11 +179,12 @@ def run_step(
         token_ids=token_ids,
         tp=spec.mesh.shape["tp"],
         kernels=kernels,
+        is_fresh=kind is ProgramKind.FRESH,
     )
     model = spec.model.merge(weights)
     hidden = model(context)
     logits = model.logits(context, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
-    if plain:
+    if kind is not ProgramKind.SPECIAL:
         tokens = draw_tokens(logits, columns, kernels)
         return context.arena, _store_tokens(slots, columns, tokens), StepOutput(tokens, None, None)
     tokens = sample(logits, columns, slots, masks, kernels)

@@ -174,7 +174,7 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
         arena_dtype=arena_dtype,
     )
     abstract = AbstractModel.of(model_class(config, placement))
-    return StepSpec(abstract, runner_config, mesh, placement.dtype, backend)
+    return StepSpec(abstract, runner_config, mesh, placement.dtype, backend, options.fresh_attention == "cudnn")
 
 
 def _arena_dtype(options: RunnerOptions, platform: str, dtype: str, backend: Backend | None) -> str:

@@ -11,6 +11,7 @@ from resin.plan.cache import FP8_DTYPE
 
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("triton", "reference", "interpret")
+FRESH_ATTENTION = ("cudnn", "paged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class RunnerOptions:
         kv_scale: 8-bit keys and values are stored as value / kv_scale, within +-448.
         kernels: "triton", "reference" (plain XLA) or "interpret" (Triton bodies in an interpreter, for tests): Triton
             on GPU, the references on CPU.
+        fresh_attention: what a long prompt of which nothing is cached attends with beside Triton bodies: "cudnn", or
+            "paged", the kernel that reads pages, as every other prompt does.
         dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
         max_sequences: sequences that run at once.
         max_context_tokens: longest sequence; None takes the model's own limit, at most 4096 on CPU and 32768 on GPU.
@@ -47,6 +50,7 @@ class RunnerOptions:
     kv_dtype: str | None = None
     kv_scale: float = 1.0
     kernels: str | None = None
+    fresh_attention: str = "cudnn"
     dp: int = 1
     cp: int = 1
     tp: int = 1
@@ -74,6 +78,8 @@ class RunnerOptions:
             raise InvalidRequest("kv_scale", self.kv_scale, "a finite number above 0")
         if self.kernels not in (None, *KERNELS):
             raise InvalidRequest("kernels", self.kernels, f"one of {KERNELS}")
+        if self.fresh_attention not in FRESH_ATTENTION:
+            raise InvalidRequest("fresh_attention", self.fresh_attention, f"one of {FRESH_ATTENTION}")
         for name in ("dp", "cp", "ep"):
             if getattr(self, name) != 1:
                 raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")

@@ -8,21 +8,26 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import jax
 
 from resin.models.weights import Progress
-from resin.plan import ArenaSpec, Bucket
+from resin.plan import ArenaSpec, BatchPlan, Bucket
 from resin.runtime.executable import StepSpec, compile_load, compile_step
 from resin.runtime.ledger import program_temporary_bytes
+from resin.runtime.program_kind import ProgramKind, plan_kind
 
 
 class Programs:
-    """Programs by bucket and variant. Compiled against shapes alone: weights and arena need not exist.
+    """Programs by bucket and kind. Compiled against shapes alone: weights and arena need not exist.
 
     Attributes:
-        compiled: what exists so far, by bucket and whether plain.
+        kinds: the programs that each bucket has once all are compiled.
+        compiled: what exists so far.
         seconds: spent compiling.
     """
 
     def __init__(self, spec: StepSpec, threads: int) -> None:
-        self.compiled: dict[tuple[Bucket, bool], jax.stages.Compiled] = {}
+        self.kinds: dict[Bucket, tuple[ProgramKind, ...]] = {
+            bucket: spec.kinds(bucket) for bucket in spec.config.buckets
+        }
+        self.compiled: dict[tuple[Bucket, ProgramKind], jax.stages.Compiled] = {}
         self.seconds = 0.0
         self._spec = spec
         self._threads = threads
@@ -36,13 +41,12 @@ class Programs:
             progress: called after each program with its bucket, programs done and programs in all.
         """
         started = time.perf_counter()
-        wanted = [(bucket, plain) for bucket in self._spec.config.buckets for plain in self._spec.variants]
+        wanted = [(bucket, kind) for bucket, kinds in self.kinds.items() for kind in kinds]
         wanted = [key for key in wanted if key not in self.compiled]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="resin-compile") as pool:
             load = pool.submit(compile_load, self._spec) if self._load_slot is None else None
             futures = {
-                pool.submit(compile_step, self._spec, bucket, arena, plain=plain): (bucket, plain)
-                for bucket, plain in wanted
+                pool.submit(compile_step, self._spec, bucket, arena, kind): (bucket, kind) for bucket, kind in wanted
             }
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
@@ -56,18 +60,16 @@ class Programs:
                 self._load_slot = load.result()
         self.seconds += time.perf_counter() - started
 
-    def key(self, bucket: Bucket, plain: bool) -> tuple[Bucket, bool]:
-        """The program that runs a bucket's plans: where there is one variant, it runs them all."""
-        return bucket, plain and True in self._spec.variants
-
-    def step(self, bucket: Bucket, plain: bool, arena: ArenaSpec) -> jax.stages.Compiled:
-        """A bucket's program, compiled now if it does not exist."""
-        key = self.key(bucket, plain)
-        if key not in self.compiled:
+    def step(self, plan: BatchPlan, arena: ArenaSpec) -> jax.stages.Compiled:
+        """The program that runs a plan, compiled now if it does not exist."""
+        bucket = plan.bucket
+        key = bucket, plan_kind(plan, self.kinds[bucket])
+        program = self.compiled.get(key)
+        if program is None:
             started = time.perf_counter()
-            self.compiled[key] = compile_step(self._spec, bucket, arena, plain=key[1])
+            program = self.compiled[key] = compile_step(self._spec, bucket, arena, key[1])
             self.seconds += time.perf_counter() - started
-        return self.compiled[key]
+        return program
 
     def load_slot(self) -> jax.stages.Compiled:
         """The program that fills a slot."""

@@ -14,7 +14,6 @@ from resin.models.weights import AbstractModel, Progress
 from resin.plan import (
     ArenaSpec,
     BatchPlan,
-    Bucket,
     ForwardOutput,
     InvalidRequest,
     Phase,
@@ -23,7 +22,7 @@ from resin.plan import (
     RunnerConfig,
 )
 from resin.runtime.arena import allocate
-from resin.runtime.executable import REPLICATED, SPECIAL, StepOutput, StepSpec, abstract_arena, cut_buffer
+from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena, cut_buffer
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
 from resin.runtime.programs import Programs
 from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
@@ -254,7 +253,7 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
-        program = self._program(plan.bucket, plain=not int(plan.column("header")[2]) & SPECIAL)
+        program = self.executable(plan)
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
                 self._slots = self._programs.load_slot()(self._slots, *arguments)
@@ -264,9 +263,11 @@ class ModelRunner:
         )
         return output
 
-    def executable(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The program that most steps of a bucket run, for its text and its memory analysis."""
-        return self._program(bucket, plain=True)
+    def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
+        """The program that runs a plan: also for its text and its memory analysis."""
+        program = self._programs.step(plan, self._bound_arena())
+        self._allocate()
+        return program
 
     def replace_arena(self, change: Callable[[jax.Array], jax.Array]) -> None:
         """Replaces the arena by what `change` makes of it, which should donate it: benchmarks fill it with noise."""
@@ -310,11 +311,6 @@ class ModelRunner:
             "arena_bytes": float(ledger.arena if ledger else 0),
             "largest_temporary_bytes": float(ledger.largest_temporary if ledger else 0),
         }
-
-    def _program(self, bucket: Bucket, plain: bool) -> jax.stages.Compiled:
-        program = self._programs.step(bucket, plain, self._bound_arena())
-        self._allocate()
-        return program
 
 
 def _wanted(plan: BatchPlan, output: StepOutput) -> list[jax.Array]:

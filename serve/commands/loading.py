@@ -71,7 +71,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequences: int) 
         type=int,
         default=1,
         metavar="N",
-        help="plans in flight while the next is made (default %(default)s; 0 waits for each, 2 suits steps below 1.5 ms)",
+        help="plans in flight while the next is made (default %(default)s; 0 waits, 2 suits steps below 1.5 ms)",
     )
     group.add_argument("--dummy", action="store_true", help="random weights, for measurements")
 

@@ -141,15 +141,16 @@ def check_append(point: Point, tokens: int, *, interpret: bool) -> None:
     if point.fp8_scale is not None:
         arena = np.full((pages, elements // 2), 0xFFFF, np.uint16)  # two NaNs an element
     norms = {name: rng.standard_normal(width).astype(ml_dtypes.bfloat16) for name in ("q_norm", "k_norm")}
-    call = {"kv_heads": kv_heads, "page_entries": entries, "fp8_scale": point.fp8_scale}
+    call = {"kv_heads": kv_heads, "page_entries": entries, "fp8_scale": point.fp8_scale, "with_keys": True}
     call |= norms if point.index % 2 else {}
     rows = 2 * kv_heads * entries, 3 * kv_heads * entries
     columns = (x, *turn, arena, places // entries, places % entries, *rows)
     kernel = functools.partial(rope_append, interpret=interpret)
     poison_memory()
     results = [jax.jit(functools.partial(function, **call))(*columns) for function in (kernel, rope_append_ref)]
-    (query, held), (expected_query, expected) = ((np.asarray(part) for part in result) for result in results)
+    (query, held, keys), (expected_query, expected, expected_keys) = (map(np.asarray, result) for result in results)
     assert relative_error(query, expected_query.astype(np.float64)) < BF16_ERROR, f"seed {seed}"
+    assert relative_error(keys, expected_keys.astype(np.float64)) < BF16_ERROR, f"seed {seed}"
     wide, expected_wide = _values(held), _values(expected)
     written = ~np.isnan(expected_wide)
     np.testing.assert_array_equal(written, ~np.isnan(wide), f"seed {seed}")

@@ -51,15 +51,15 @@ def attention_call(function, name: str, tokens: int | None):
     return lambda *arguments: call(*arguments, 0, stride), (query, arena, *columns)
 
 
-def append_call(fp8_scale: float | None):
-    call = partial(rope_append, kv_heads=8, page_entries=16, fp8_scale=fp8_scale)
+def append_call(fp8_scale: float | None, tokens: int = 64, with_keys: bool = False):
+    call = partial(rope_append, kv_heads=8, page_entries=16, fp8_scale=fp8_scale, with_keys=with_keys)
 
     def function(x, cos, sin, arena, pages, offsets, norm):
         return call(x, cos, sin, arena, pages, offsets, 0, 128, q_norm=norm, k_norm=norm)
 
-    turn, place = Array((64, 64), FLOAT), Array((64,), INT)
+    turn, place = Array((tokens, 64), FLOAT), Array((tokens,), INT)
     arena = Array((30_000, 2**20), BF16 if fp8_scale is None else jnp.uint16)
-    return function, (Array((64, 48, 128), BF16), turn, turn, arena, place, place, Array((128,), BF16))
+    return function, (Array((tokens, 48, 128), BF16), turn, turn, arena, place, place, Array((128,), BF16))
 
 
 def dense_call(rows: int, inner: int, columns: int, gate: str | None):
@@ -99,6 +99,7 @@ CALLS = {
     "prefill of few tokens": partial(attention_call, paged_prefill_attention, "8B", 8),
     "append": partial(append_call, None),
     "append fp8": partial(append_call, 2.0),
+    "append of a long prompt": partial(append_call, None, 8192, True),
     "dense 1 row": partial(dense_call, 1, 4096, 6144, None),
     "dense 1 row gated": partial(dense_call, 1, 4096, 28672, "silu"),
     "dense 2 rows small": partial(dense_call, 2, 1024, 3072, None),

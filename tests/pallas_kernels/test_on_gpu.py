@@ -11,8 +11,9 @@ from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
 from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
-from resin.pallas_kernels.rope_append import rope_append
+from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.table import pick_kernels
 from tests.pallas_kernels.grid import (
     BF16_ERROR,
     FP8_GRID,
@@ -54,13 +55,54 @@ def test_decode(point: Point):
 
 @pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
 def test_prefill(point: Point):
-    # The last chunk starts at an entry before a block's border: its first row sees nothing of the block that comes first.
+    # The last chunk starts an entry before a block begins: its first row sees nothing of the block that comes first.
     check_prefill(point, [1, 170, 300, 250, 129, 191], [1, 100, 40, 250, 1, 128], interpret=False)
 
 
 @pytest.mark.parametrize("point", [*GRID[::3], *FP8_GRID[::3]], ids=str)
 def test_append(point: Point):
-    check_append(point, (1, 5, 130)[point.index % 3], interpret=False)
+    check_append(point, (1, 5, 130, 3000)[point.index % 4], interpret=False)
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048])
+def test_fresh_prefill(tokens: int):
+    """The 8B's heads; a tenth of the tokens is padding, as large as what it must not touch."""
+    live = tokens - tokens // 10
+    seed = fresh_seed()
+    case = build_case([live], [live], heads=32, kv_heads=8, width=128, page_entries=16, seed=seed)
+    padding = np.full((tokens - live, 32, 128), 1e3, np.float32)
+    query, key, value = (
+        bfloat(np.concatenate([part, padding[:, : part.shape[1]]])) for part in (case.q, case.keys[0], case.values[0])
+    )
+    attend = jax.jit(functools.partial(pick_kernels("cuda").fresh_prefill, scale=case.scale))
+    poison_memory()
+    out = attend(query, key, value)
+    columns = (case.page_indptr, case.page_ids, case.query_indptr, case.seq_lens, case.first_position)
+    expected = call_attention(paged_prefill_attention_ref, case, columns, {})
+    assert out.shape == query.shape
+    assert relative_error(out[:live], np.asarray(expected, np.float64)) < BF16_ERROR, f"seed {seed}"
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+def test_append_of_a_large_batch_leaves_scratch_alone():
+    """3000 tokens at the 8B's heads, the last 500 of them padding."""
+    tokens, live, heads, kv_heads, width, entries = 3000, 2500, 32, 8, 128, 16
+    keys = jax.random.split(jax.random.key(fresh_seed()), 2)
+    x = jax.random.normal(keys[0], (tokens, heads + 2 * kv_heads, width), jnp.bfloat16)
+    angles = jax.random.uniform(keys[1], (tokens, width // 2), maxval=6.0)
+    arena = jnp.full((tokens // entries + 2, 2 * kv_heads * entries * width), jnp.nan, jnp.bfloat16)
+    place = jnp.where(jnp.arange(tokens) < live, jnp.arange(tokens, dtype=jnp.int32) + entries, 0)
+    columns = (x, jnp.cos(angles), jnp.sin(angles), arena, place // entries, place % entries, 0, kv_heads * entries)
+    call = {"kv_heads": kv_heads, "page_entries": entries, "with_keys": True}
+    poison_memory()
+    out = jax.jit(functools.partial(rope_append, **call))(*columns)
+    expected = jax.jit(functools.partial(rope_append_ref, **call))(*columns)
+    for part, other in zip((out[0], out[2]), (expected[0], expected[2]), strict=True):
+        assert relative_error(part, np.asarray(other, np.float64)) < BF16_ERROR
+    held, other = (np.asarray(result[1][1:], np.float64) for result in (out, expected))
+    np.testing.assert_array_equal(np.isnan(held), np.isnan(other))
+    assert relative_error(np.nan_to_num(held), np.nan_to_num(other)) < BF16_ERROR
+    assert np.isnan(np.asarray(out[1][0], np.float32)).all()
 
 
 def test_attention_and_append_at_the_far_end_of_a_large_arena():
@@ -75,7 +117,7 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
     stride = kv_heads * entries
     rows = (2 * layers - 2) * stride, (2 * layers - 1) * stride
     append = functools.partial(rope_append, kv_heads=kv_heads, page_entries=entries)
-    query, arena = jax.jit(append, donate_argnums=3)(
+    query, arena, _ = jax.jit(append, donate_argnums=3)(
         joined, *turn, arena, ids[place // entries], place % entries, *rows
     )
     indptr, length, first = jnp.array([0, 13], jnp.int32), jnp.array([tokens], jnp.int32), jnp.zeros(1, jnp.int32)

@@ -1,6 +1,5 @@
 """The QKV product that turns and appends its heads, interpreted, against its parts in plain XLA."""
 
-
 import pytest
 
 from resin.pallas_kernels.dense_small import DenseTiles

@@ -15,6 +15,13 @@ def test_platforms():
     assert pick_kernels("cpu", backend=Backend.INTERPRET).backend is Backend.INTERPRET
 
 
+def test_attention_without_pages_is_there_beside_kernel_bodies():
+    assert pick_kernels("cpu").fresh_prefill is None
+    for backend, implementation in ((Backend.TRITON, "cudnn"), (Backend.INTERPRET, "xla")):
+        assert pick_kernels("cpu", backend=backend).fresh_prefill.keywords == {"implementation": implementation}
+        assert pick_kernels("cpu", backend=backend, has_fresh_prefill=False).fresh_prefill is None
+
+
 @pytest.mark.parametrize("rows", [3, DENSE_KERNEL_ROWS + 1])
 def test_interpreted_table_agrees_with_the_reference(rows):
     rng = np.random.default_rng(0)

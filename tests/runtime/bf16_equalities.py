@@ -15,12 +15,32 @@ import numpy as np
 
 from resin import Engine, Policy, SamplingParams
 from resin.conformance.generation import Job, SharedRunner, Trace, generate
-from resin.plan import ArenaSpec, Bucket, Phase
+from resin.plan import ArenaSpec, BatchPlan, Bucket, Phase
 from resin.runtime import ModelRunner
+from resin.runtime.program_kind import ProgramKind, plan_kind
 from resin.sched.cache import CacheManager
 
 NEAR_TIE_NATS = 0.1
 PAGES = 160
+
+
+class KindRecorder(SharedRunner):
+    """Notes which program runs each plan."""
+
+    def __init__(self, runner: ModelRunner, pages: int, **changes: Any) -> None:
+        super().__init__(runner, pages, **changes)
+        self._kinds = runner._programs.kinds
+        self.seen: list[tuple[Phase, ProgramKind]] = []
+
+    def dispatch(self, plan: BatchPlan) -> Any:
+        self.seen.append((plan.phase, plan_kind(plan, self._kinds[plan.bucket])))
+        return super().dispatch(plan)
+
+    def prefills(self) -> list[ProgramKind]:
+        """The programs of the prefill plans since the last call."""
+        kinds = [kind for phase, kind in self.seen if phase is Phase.PREFILL]
+        self.seen.clear()
+        return kinds
 
 
 class Bf16Equalities:
@@ -88,6 +108,31 @@ class Bf16Equalities:
         assert sum(trace.request.prefix_hit_tokens for trace in again) >= 2 * self.page
         compared += agreed_tokens(expected, again, "prefix hits")
         return compared
+
+    def fresh_buckets(self) -> list[Bucket]:
+        """Those with a program for prompts that read no pages."""
+        return [bucket for bucket, kinds in self.runner._programs.kinds.items() if ProgramKind.FRESH in kinds]
+
+    def check_fresh(self) -> int:
+        """Prompts that read no pages against the same ones with logprobs, which do: same tokens up to a near tie.
+
+        One fills its bucket, one leaves padding. Returns how many tokens were the same.
+        """
+        tokens = self.fresh_buckets()[-1].tokens
+        rng = np.random.default_rng(1)
+        prompts = [rng.integers(3, self.runner.config.vocab_size, count) for count in (tokens, tokens - tokens // 8)]
+        jobs = [Job(prompt.astype(np.int32), self._params) for prompt in prompts]
+        with self.engine() as engine:
+            expected = generate(engine, jobs, alone=True)
+        recorder, got = KindRecorder(self.runner, PAGES), []
+        with Engine(recorder, enable_metrics=False, overlap=True) as engine:
+            for job in jobs:
+                request = engine.submit(job.prompt, sampling_params=replace(job.params, logprobs=None))
+                while engine.has_work():
+                    engine.step()
+                got.append(Trace(request, list(request.output_ids)))
+        assert recorder.prefills() == [ProgramKind.FRESH] * len(jobs)
+        return agreed_tokens(expected, got, "fresh prompts")
 
     def check_retraction(self) -> None:
         """Requests that outgrow the pool together and start over."""

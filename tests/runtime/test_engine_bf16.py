@@ -16,14 +16,17 @@ SIZES = {"max_sequences": 6, "max_context_tokens": 256, "page_tokens": 16, "pref
 
 
 def on_gpu(weights: str | None, kv_dtype: str | None) -> Bf16Equalities:
+    # 1024 tokens have a fresh program.
+    sizes = {**SIZES, "prefill_tokens": (256,)}
+    if kv_dtype is None:
+        sizes |= {"prefill_tokens": (32, 1024), "max_context_tokens": 1280}
     options = RunnerOptions(
         dummy=weights is None,
         dtype="bfloat16",
         kv_dtype=kv_dtype,
         decode_sequences=(6,) if kv_dtype else (1, 6),
-        prefill_tokens=(256,) if kv_dtype else (32, 256),
         compile_threads=8,
-        **SIZES,
+        **sizes,
     )
     runner = (
         build_runner(shape_checkpoint("smollm2-135m"), options) if weights is None else load_runner(weights, options)
@@ -73,6 +76,12 @@ def test_samples_depend_on_their_seeds_alone(equalities: Bf16Equalities) -> None
 
 def test_other_programs_agree_up_to_near_ties(equalities: Bf16Equalities) -> None:
     assert equalities.check_across_programs() > 20
+
+
+def test_prompts_that_read_no_pages_agree_up_to_near_ties(equalities: Bf16Equalities) -> None:
+    if not equalities.fresh_buckets():
+        pytest.skip("no bucket has a program for them")
+    assert equalities.check_fresh() > 4
 
 
 def test_retracted_requests_agree_up_to_near_ties(equalities: Bf16Equalities) -> None:

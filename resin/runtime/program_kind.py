@@ -1,0 +1,80 @@
+"""The programs of a bucket, and which of them runs a plan: the one place that says both."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
+from resin.pallas_kernels.table import Backend, Kernels
+from resin.plan import BatchPlan, Bucket, HistoryGroup, Phase, RowFlag, RunnerConfig
+from resin.runtime.sampling import ADJUST
+
+
+class ProgramKind(enum.Enum):
+    """What a program leaves out. On a GPU a branch in a program makes the host wait for its condition, 2 ms a step; so
+    the steps that need none of it, nearly all, run programs without branches, and the host picks the program."""
+
+    SPECIAL = "special"
+    """Runs every plan."""
+    PLAIN = "plain"
+    """Without branches: for plans without any flag of `SPECIAL_FLAGS`."""
+    FRESH = "fresh"
+    """Plain, for one sequence that starts here: its tokens attend to themselves and read no pages."""
+
+
+SPECIAL_FLAGS = int(ADJUST | RowFlag.LOGPROBS | RowFlag.PROMPT_LOGPROBS)  # arithmetic with flags themselves is slow
+_FRESH_STATE = int(RowFlag.FRESH_STATE)
+
+# Tokens of the smallest bucket with a fresh program; below, `paged_prefill` is as fast.
+FRESH_BUCKET_TOKENS = 1024
+# Share of its bucket that a fresh prompt has to fill. cuDNN computes the whole bucket, `paged_prefill` the live tokens:
+# 900 and 1400 us for 8192 tokens, and time grows with their square, so that both are as fast at sqrt(900 / 1400) = 0.8.
+FRESH_FILL = 0.8
+
+
+def bucket_kinds(
+    bucket: Bucket, config: RunnerConfig, kernels: Kernels, *, dtype: str, tp: int
+) -> tuple[ProgramKind, ...]:
+    """The programs that a bucket has.
+
+    Args:
+        bucket: one of the table.
+        config: groups and arena.
+        kernels: of the devices; plain XLA on CPU has one program for all plans, because branches cost nothing there.
+        dtype: of the activations.
+        tp: devices that the model is cut over.
+    """
+    if kernels.backend is Backend.REFERENCE:
+        return (ProgramKind.SPECIAL,)
+    kinds = (ProgramKind.PLAIN, ProgramKind.SPECIAL)
+    is_long = bucket.phase is Phase.PREFILL and bucket.tokens >= FRESH_BUCKET_TOKENS
+    if kernels.fresh_prefill is None or not is_long or tp > 1 or not _has_fresh_layers(config, dtype):
+        return kinds
+    return (*kinds, ProgramKind.FRESH)
+
+
+def plan_kind(plan: BatchPlan, kinds: Sequence[ProgramKind]) -> ProgramKind:
+    """The program, among those of the plan's bucket, that runs a plan.
+
+    With one sequence the union of the rows' flags says whether it starts here: neither a cached prefix nor an earlier
+    chunk comes before its tokens.
+    """
+    flags = int(plan.buffer[2])  # of the header, which comes first
+    if flags & SPECIAL_FLAGS or ProgramKind.PLAIN not in kinds:
+        return ProgramKind.SPECIAL
+    if ProgramKind.FRESH in kinds and flags & _FRESH_STATE and plan.num_sequences == 1:
+        return ProgramKind.FRESH if plan.num_tokens >= FRESH_FILL * plan.bucket.tokens else ProgramKind.PLAIN
+    return ProgramKind.PLAIN
+
+
+def _has_fresh_layers(config: RunnerConfig, dtype: str) -> bool:
+    """Whether the cache has a place for a layer that could attend without it."""
+    return jnp.dtype(config.arena_dtype).itemsize == 2 and any(
+        plane.dtype is None and fits_fresh_prefill(dtype, plane.width)
+        for group in config.groups
+        if isinstance(group, HistoryGroup) and group.tokens_per_entry == 1
+        for plane in group.planes
+    )
