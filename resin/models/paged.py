@@ -18,7 +18,7 @@ from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.heads import NewTokens
-from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, HEADS_KERNEL_ROWS, Backend, Kernels, pick_kernels
+from resin.pallas_kernels.table import HEADS_KERNEL_ROWS, Backend, Kernels, pick_kernels, takes_dense_kernel
 from resin.plan import (
     CacheGeometry,
     CacheGroup,
@@ -196,7 +196,8 @@ class PagedContext(Context):
         is_partial: bool = False,
         out_dtype: str | None = None,
     ) -> jax.Array:
-        fits = x.shape[0] <= DENSE_KERNEL_ROWS and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu)
+        fits = takes_dense_kernel(x.shape[0], is_gated=gate is not None, has_residual=residual is not None)
+        fits = fits and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu)
         plain = norm is None or norm.order is not NormOrder.ONE_PLUS
         if self._is_reference or not fits or not plain or (is_partial and self.tp > 1):
             return super().product(

@@ -216,9 +216,9 @@ def _call(spec: _Spec, out_dtype, operands: _Operands, counters: jax.Array | Non
 def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, cores: int = 132) -> DenseTiles:
     """One program a multiprocessor where K and N allow it.
 
-    Measured on an H200, one row, us and fraction of copy bandwidth: 4096 x (2 x 14336) gated 57.2 (0.96), 14336 x 4096
-    30.2 (0.91), 4096 x 4096 10.7 (0.73), 4096 x 6144 16.4 (0.71, vector; 19.2 with tensor cores, whose 192 programs
-    leave a second wave). Products below 8M weights take 5 to 8 us, the vector path the least.
+    Measured on an H200, us and fraction of copy bandwidth: at 1 row 4096 x (2 x 14336) gated 55.6 (0.99), 14336 x 4096
+    30.4 (0.91), 4096 x 4096 10.6 (0.75); at 32 rows 55.1, 31.3 and 12.9, at 128 rows 35.8 and 15.7. Products below 8M
+    weights take 5 to 8 us, the vector path the least.
 
     Args:
         rows, inner, columns: M, K and the columns of the result.
@@ -228,15 +228,23 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
     vector = DenseTiles(64, 128, splits=4, num_stages=3, vector=True)
     parts = 2 if gated else 1
     fits = rows * parts <= VECTOR_SUMS
+    if rows > MIN_ROWS:
+        if gated:
+            return DenseTiles(splits=_splits(columns, 128, cores), num_stages=4, transposed=True)
+        return DenseTiles(64, 128, splits=_splits(columns, 64, cores), num_stages=4, transposed=True)
     if fits and inner * columns * parts < 2**23:
         return vector
-    blocks = -(-columns // DenseTiles().block_columns)
-    if blocks >= 2 * cores:
-        return DenseTiles()
-    for splits in (1, 2, 4, 8):
-        if 0.75 * cores <= blocks * splits <= cores:
-            return DenseTiles(splits=splits)
+    if not gated and 0.75 * cores <= -(-columns // 32) <= cores and inner * columns <= 2**25:
+        return DenseTiles(32, 256)
+    blocks, splits = -(-columns // 128), _splits(columns, 128, cores)
+    if blocks >= 2 * cores or 0.75 * cores <= blocks * splits <= cores:
+        return DenseTiles(splits=splits)
     return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * cores else 2)
+
+
+def _splits(columns: int, block: int, cores: int) -> int:
+    """The fewest parts of K, a power of two up to 8, that give most multiprocessors a program."""
+    return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * cores), 8)
 
 
 def choose_head_tiles(rows: int, inner: int, joined: int, width: int, *, cores: int = 132) -> DenseTiles:

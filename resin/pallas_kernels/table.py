@@ -10,7 +10,6 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -22,8 +21,10 @@ from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_pr
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 
-# Above this many rows XLA's own products are as fast as `dense_small` (4096 x 28672 at 64 rows: 63 against 84 us).
-DENSE_KERNEL_ROWS = 16
+# Most rows for which `dense_small` is faster than XLA's product and the kernels that surround it, by what it takes in
+# beside the product. Measured on an H200, us: 4096 x 28672 gated with its norm at 32 rows 55 against 60 (at 64 rows 65
+# against 63), 14336 x 4096 and 4096 x 4096 with a residual at 128 rows 36 and 16 against 37 and 18.
+DENSE_KERNEL_ROWS, DENSE_GATED_ROWS, DENSE_RESIDUAL_ROWS = 16, 32, 128
 # Above this many rows XLA's product and `rope_append` after it are faster than `project_heads`.
 HEADS_KERNEL_ROWS = 64
 
@@ -89,14 +90,15 @@ def pick_kernels(
         functools.partial(paged_prefill_attention, interpret=interpret),
         fresh if has_fresh_prefill else None,
         functools.partial(rope_append, interpret=interpret),
-        functools.partial(_dense, interpret=interpret),
+        functools.partial(dense_small, interpret=interpret),
         functools.partial(project_heads, interpret=interpret),
         functools.partial(expert_ffn, interpret=interpret),
         functools.partial(sample_tokens, interpret=interpret),
     )
 
 
-def _dense(x: jax.Array, weight: jax.Array, *, interpret: bool, **options: Any) -> tuple[jax.Array, jax.Array | None]:
-    if x.shape[0] > DENSE_KERNEL_ROWS:
-        return dense_small_ref(x, weight, **options)
-    return dense_small(x, weight, interpret=interpret, **options)
+def takes_dense_kernel(rows: int, *, is_gated: bool, has_residual: bool) -> bool:
+    """Whether a product of this many rows is `dense_small`'s, not XLA's."""
+    if has_residual:
+        return rows <= DENSE_RESIDUAL_ROWS
+    return rows <= (DENSE_GATED_ROWS if is_gated else DENSE_KERNEL_ROWS)

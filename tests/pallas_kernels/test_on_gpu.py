@@ -22,6 +22,7 @@ from tests.pallas_kernels.grid import (
     check_append,
     check_decode,
     check_prefill,
+    check_project_heads,
     fresh_seed,
     poison_memory,
 )
@@ -51,6 +52,11 @@ def call_attention(function, case: PagedCase, columns, chosen: dict, **extra):
 @pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
 def test_decode(point: Point):
     check_decode(point, [1, 17, 1300, 5, 129, 640], interpret=False)
+
+
+@pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)
+def test_project_heads(point: Point):
+    check_project_heads(point, (1, 5, 16, 33, 64)[point.index % 5], interpret=False)
 
 
 @pytest.mark.parametrize("point", [*GRID, *FP8_GRID], ids=str)

@@ -5,7 +5,7 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.paged_decode import paged_decode_attention_ref
-from resin.pallas_kernels.table import DENSE_KERNEL_ROWS, Backend, pick_kernels
+from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel
 
 
 def test_platforms():
@@ -22,9 +22,16 @@ def test_attention_without_pages_is_there_beside_kernel_bodies():
         assert pick_kernels("cpu", backend=backend, has_fresh_prefill=False).fresh_prefill is None
 
 
-@pytest.mark.parametrize("rows", [3, DENSE_KERNEL_ROWS + 1])
+@pytest.mark.parametrize("rows", [3, 33])
 def test_interpreted_table_agrees_with_the_reference(rows):
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 64), (64, 128)))
     out, _ = pick_kernels("cpu", backend=Backend.INTERPRET).dense(x, weight)
     np.testing.assert_allclose(out, dense_small_ref(x, weight)[0], rtol=0, atol=1e-4)
+
+
+def test_products_of_many_rows_are_xlas():
+    plain = [rows for rows in (1, 16, 32, 64, 128, 256) if takes_dense_kernel(rows, is_gated=False, has_residual=False)]
+    gated = [rows for rows in (1, 16, 32, 64, 128, 256) if takes_dense_kernel(rows, is_gated=True, has_residual=False)]
+    added = [rows for rows in (1, 16, 32, 64, 128, 256) if takes_dense_kernel(rows, is_gated=False, has_residual=True)]
+    assert (plain, gated, added) == ([1, 16], [1, 16, 32], [1, 16, 32, 64, 128])
