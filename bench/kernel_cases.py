@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.sampling import Draw
 
 BF16 = 2  # bytes
@@ -86,8 +87,10 @@ def build_cases(small: bool) -> Iterator[KernelCase]:
     del arena
     products = {"toy": (64, 96, True, True, False)} if small else PRODUCTS
     for name, product in products.items():
-        for rows in (1, 8):
+        for rows in (1, 8, 32):
             yield product_case(name, rows, *product)
+    for rows in (3,) if small else (1, 8, 32, 64):
+        yield heads_case(shape, rows, 64 if small else 4096)
     for tokens in (2,) if small else (1, 32, 4096):
         yield experts_case(tokens, *((8, 2, 64, 32) if small else (128, 8, 2048, 768)))
     for rows, vocab in ((4, 3000),) if small else ((1, 200_000), (64, 200_000)):
@@ -208,6 +211,41 @@ def product_case(name: str, rows: int, inner: int, columns: int, norm: bool, gat
     return KernelCase(
         "dense",
         f"{name}, {rows} rows",
+        call,
+        (normal(4, rows, inner), weight),
+        ("dense_small",),
+        weight.size * BF16,
+        2 * rows * weight.size,
+    )
+
+
+def heads_case(shape: Heads, rows: int, inner: int) -> KernelCase:
+    joined = shape.heads + 2 * shape.kv_heads
+    weight, norm = normal(1, inner, joined * shape.width) * inner**-0.5, 1 + normal(2, inner) / 8
+    angles = jax.random.normal(jax.random.key(3), (rows, shape.width // 2))
+    places = jnp.arange(rows, dtype=jnp.int32)
+    new = NewTokens(jnp.cos(angles), jnp.sin(angles), 1 + places, places % shape.entries)
+    arena = build_arena(shape, rows + 2)
+
+    def call(function: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+        query, written, _ = function(
+            x,
+            weight,
+            new,
+            arena,
+            *last_rows(shape),
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            page_entries=shape.entries,
+            norm=norm,
+        )
+        pages = written.reshape(arena.shape[0], -1, shape.entries, shape.width)
+        held = pages[new.append_pages, -2 * shape.kv_heads :, new.append_offsets]
+        return jnp.concatenate([query, held], axis=1)
+
+    return KernelCase(
+        "project_heads",
+        f"8B qkv, {rows} rows",
         call,
         (normal(4, rows, inner), weight),
         ("dense_small",),

@@ -24,9 +24,9 @@ from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_ou
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
 PROMPT_LOGPROB_TOKENS = 64
 
-# Words of the plan's buffer that travel as one argument. CUDA copies more than 64 KiB of pageable memory only when
+# Words of the plan's buffer that travel as one argument. CUDA copies 64 KiB of pageable memory or more only when
 # everything queued before has run: the call would wait for the step before (100 ms for a prefill of 133 KB).
-TRANSFER_WORDS = 1 << 14
+TRANSFER_WORDS = 1 << 13
 
 ARENA_SPEC = PartitionSpec(None, "tp")
 REPLICATED = PartitionSpec()
