@@ -18,7 +18,7 @@ up in a fixed order.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -247,25 +247,28 @@ def _splits(columns: int, block: int, cores: int) -> int:
     return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * cores), 8)
 
 
-def choose_head_tiles(rows: int, inner: int, joined: int, width: int, *, cores: int = 132) -> DenseTiles:
+# Rows up to which each tiling is the best measured one, and programs that K is split for (48 heads, hidden 4096).
+HEAD_TILES = (
+    (1, 384, DenseTiles(64, 64, num_stages=3, vector=True)),
+    (16, 384, DenseTiles(64, 32, num_stages=4)),
+    (64, 240, DenseTiles(64, 64, num_warps=8, num_stages=3, transposed=True)),
+)
+
+
+def choose_head_tiles(rows: int, inner: int, joined: int, width: int) -> DenseTiles:
     """One head a program, K split until the programs fill the GPU.
 
     Args:
         rows, inner: M and K.
         joined: query, key and value heads.
         width: of a head.
-        cores: multiprocessors of the GPU.
     """
+    _, programs, tiles = next((row for row in HEAD_TILES if rows <= row[0]), HEAD_TILES[-1])
     columns = pl.next_power_of_2(width // 2)
-    vector = 2 * rows <= VECTOR_SUMS
-    splits, most = 1, 2 * cores if rows > MIN_ROWS else 3 * cores
-    while 2 * splits * joined <= most and inner % (256 * splits) == 0:
-        splits *= 2
-    if vector:
-        return DenseTiles(columns, 128, splits=splits, num_stages=3, vector=True)
-    if rows <= MIN_ROWS:
-        return DenseTiles(columns, 32, splits=splits, num_stages=4)
-    return DenseTiles(columns, 64, splits=splits, num_warps=8 if rows <= 32 else 4, num_stages=3, transposed=True)
+    if tiles.vector:
+        tiles = replace(tiles, block_inner=tiles.block_inner * 64 // columns)  # its sums are in registers
+    steps = -(-inner // tiles.block_inner)
+    return replace(tiles, block_columns=columns, splits=max(1, min(programs // joined, steps // tiles.num_stages)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,10 @@ from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConf
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
 from resin.runtime.sampling import Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
 from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
+from resin.runtime.xla_options import step_options
 
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
 PROMPT_LOGPROB_TOKENS = 64
-
-# Words of the plan's buffer that travel as one argument. CUDA copies 64 KiB of pageable memory or more only when
-# everything queued before has run: the call would wait for the step before (100 ms for a prefill of 133 KB).
-TRANSFER_WORDS = 1 << 13
 
 ARENA_SPEC = PartitionSpec(None, "tp")
 REPLICATED = PartitionSpec()
@@ -75,7 +72,7 @@ class StepSpec:
         )
 
     def arguments(self, bucket: Bucket, arena: ArenaSpec) -> tuple[Any, ...]:
-        """Abstract arguments of a bucket's program: weights, arena, slots, pieces of the plan buffer, masks."""
+        """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, masks."""
         replicated = NamedSharding(self.mesh, REPLICATED)
         words = plan_layout(bucket, self.config.groups, self.config.geometry).words
         mask_words = -(-self.config.vocab_size // 32)
@@ -83,17 +80,9 @@ class StepSpec:
             self.model.arguments(self.mesh),
             abstract_arena(arena, self.mesh),
             abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated),
-            tuple(
-                jax.ShapeDtypeStruct((min(TRANSFER_WORDS, words - start),), np.int32, sharding=replicated)
-                for start in range(0, words, TRANSFER_WORDS)
-            ),
+            jax.ShapeDtypeStruct((words,), np.int32, sharding=replicated),
             jax.ShapeDtypeStruct((bucket.sequences, mask_words), np.int32, sharding=replicated),
         )
-
-
-def cut_buffer(buffer: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The plan's buffer as its program takes it: views of at most TRANSFER_WORDS words."""
-    return tuple(buffer[start : start + TRANSFER_WORDS] for start in range(0, len(buffer), TRANSFER_WORDS))
 
 
 def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -107,7 +96,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
     """Compiles a bucket's program of one kind; arena and slots are donated and come back in place.
 
     Returns:
-        `(weights, arena, slots, cut_buffer(buffer), masks) -> (arena, slots, StepOutput)`.
+        `(weights, arena, slots, buffer, masks) -> (arena, slots, StepOutput)`.
     """
     layout = plan_layout(bucket, spec.config.groups, spec.config.geometry)
 
@@ -115,10 +104,9 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
         weights: tuple[jax.Array, ...],
         arena: jax.Array,
         slots: SlotTable,
-        pieces: tuple[jax.Array, ...],
+        buffer: jax.Array,
         masks: jax.Array,
     ) -> tuple[jax.Array, SlotTable, StepOutput]:
-        buffer = jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
         return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, kind)
 
     mapped = jax.shard_map(
@@ -130,7 +118,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
     )
     with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
         lowered = jax.jit(mapped, donate_argnums=(1, 2)).lower(*spec.arguments(bucket, arena))
-    return lowered.compile()
+    return lowered.compile(compiler_options=step_options(bucket, spec.kernels().backend))
 
 
 def compile_load(spec: StepSpec) -> jax.stages.Compiled:

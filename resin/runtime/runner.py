@@ -22,7 +22,7 @@ from resin.plan import (
     RunnerConfig,
 )
 from resin.runtime.arena import allocate
-from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena, cut_buffer
+from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
 from resin.runtime.programs import Programs
 from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
@@ -258,9 +258,7 @@ class ModelRunner:
             for arguments in load_arguments(load, self.config.vocab_size):
                 self._slots = self._programs.load_slot()(self._slots, *arguments)
         masks = plan.allowed_masks if plan.allowed_masks is not None else self._masks[plan.bucket.sequences]
-        self._arena, self._slots, output = program(
-            self._weights, self._arena, self._slots, cut_buffer(plan.buffer), masks
-        )
+        self._arena, self._slots, output = program(self._weights, self._arena, self._slots, plan.buffer, masks)
         return output
 
     def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
