@@ -26,7 +26,7 @@ from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 # against 63), 14336 x 4096 and 4096 x 4096 with a residual at 128 rows 36 and 16 against 37 and 18.
 DENSE_KERNEL_ROWS, DENSE_GATED_ROWS, DENSE_RESIDUAL_ROWS = 16, 32, 128
 # Above this many rows XLA's product and `rope_append` after it are faster than `project_heads`.
-HEADS_KERNEL_ROWS = 64
+HEADS_KERNEL_ROWS = 32
 
 
 class Backend(enum.Enum):

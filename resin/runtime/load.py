@@ -25,6 +25,7 @@ from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.executable import StepSpec
 from resin.runtime.mesh import build_mesh, platform_of
 from resin.runtime.options import RunnerOptions
+from resin.runtime.program_cache import ProgramCache
 from resin.runtime.runner import ModelRunner
 from resin.settings import CACHE_DIRECTORY
 
@@ -79,13 +80,15 @@ def build_runner(
         on_loaded: called once they are.
     """
     options = options or RunnerOptions()
-    if options.compile_cache_bytes:
-        directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
-        use_compile_cache(directory, options.compile_cache_bytes)
+    directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
+    half = options.compile_cache_bytes // 2
+    if half:
+        use_compile_cache(directory, half)
     mesh = build_mesh(options)
     model_class = find_model_class(checkpoint.config, model)
     config = model_class.Config.from_hf(checkpoint.config)
     spec = build_spec(model_class, config, options, mesh)
+    programs = ProgramCache.of(directory / "steps", half, model_class, config, spec) if half else None
     check_weights(spec, checkpoint, options)
 
     def load(progress: Progress | None) -> tuple[jax.Array, ...]:
@@ -102,6 +105,7 @@ def build_runner(
         eos_token_ids=config.eos_token_ids,
         cache_bytes=options.cache_bytes,
         compile_threads=options.compile_threads,
+        program_cache=programs,
     )
 
 

@@ -11,6 +11,7 @@ from resin.models.weights import Progress
 from resin.plan import ArenaSpec, BatchPlan, Bucket
 from resin.runtime.executable import StepSpec, compile_load, compile_step
 from resin.runtime.ledger import program_temporary_bytes
+from resin.runtime.program_cache import ProgramCache
 from resin.runtime.program_kind import ProgramKind, plan_kind
 
 
@@ -20,10 +21,10 @@ class Programs:
     Attributes:
         kinds: the programs that each bucket has once all are compiled.
         compiled: what exists so far.
-        seconds: spent compiling.
+        seconds: spent compiling or loading.
     """
 
-    def __init__(self, spec: StepSpec, threads: int) -> None:
+    def __init__(self, spec: StepSpec, threads: int, cache: ProgramCache | None = None) -> None:
         self.kinds: dict[Bucket, tuple[ProgramKind, ...]] = {
             bucket: spec.kinds(bucket) for bucket in spec.config.buckets
         }
@@ -31,6 +32,7 @@ class Programs:
         self.seconds = 0.0
         self._spec = spec
         self._threads = threads
+        self._cache = cache
         self._load_slot: jax.stages.Compiled | None = None
 
     def compile_all(self, arena: ArenaSpec, progress: Progress | None = None) -> None:
@@ -45,9 +47,7 @@ class Programs:
         wanted = [key for key in wanted if key not in self.compiled]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="resin-compile") as pool:
             load = pool.submit(compile_load, self._spec) if self._load_slot is None else None
-            futures = {
-                pool.submit(compile_step, self._spec, bucket, arena, kind): (bucket, kind) for bucket, kind in wanted
-            }
+            futures = {pool.submit(self._make, bucket, arena, kind): (bucket, kind) for bucket, kind in wanted}
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
                     self.compiled[futures[future]] = future.result()
@@ -67,8 +67,17 @@ class Programs:
         program = self.compiled.get(key)
         if program is None:
             started = time.perf_counter()
-            program = self.compiled[key] = compile_step(self._spec, bucket, arena, key[1])
+            program = self.compiled[key] = self._make(bucket, arena, key[1])
             self.seconds += time.perf_counter() - started
+        return program
+
+    def _make(self, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> jax.stages.Compiled:
+        """Loads a program from disk, or compiles and keeps it."""
+        program = self._cache.load(bucket, kind, arena) if self._cache is not None else None
+        if program is None:
+            program = compile_step(self._spec, bucket, arena, kind)
+            if self._cache is not None:
+                self._cache.save(bucket, kind, arena, program)
         return program
 
     def load_slot(self) -> jax.stages.Compiled:

@@ -24,6 +24,7 @@ from resin.plan import (
 from resin.runtime.arena import allocate
 from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
+from resin.runtime.program_cache import ProgramCache
 from resin.runtime.programs import Programs
 from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
 
@@ -56,6 +57,7 @@ class ModelRunner:
         model_config, tokenizer, eos_token_ids: kept as attributes.
         cache_bytes: size of the arena; None takes a share of free memory.
         compile_threads: buckets compiled at once; None takes the CPU count, at most 8.
+        program_cache: where programs are kept between processes; None for nowhere.
 
     Attributes:
         config: what the Engine plans within.
@@ -75,6 +77,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         cache_bytes: int | None = None,
         compile_threads: int | None = None,
+        program_cache: ProgramCache | None = None,
     ) -> None:
         self.config: RunnerConfig = spec.config
         self.model_config = model_config
@@ -85,7 +88,7 @@ class ModelRunner:
         self._load_weights = load_weights
         self._weights: tuple[jax.Array, ...] | None = None
         self._cache_bytes = cache_bytes
-        self._programs = Programs(spec, compile_threads or min(os.cpu_count() or 1, 8))
+        self._programs = Programs(spec, compile_threads or min(os.cpu_count() or 1, 8), program_cache)
         self._arena_spec: ArenaSpec | None = None
         self._arena: jax.Array | None = None
         self._slots: SlotTable | None = None
