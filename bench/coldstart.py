@@ -120,7 +120,7 @@ def start_once(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "phases_s": watch.phases_s,
         "total_s": sum(watch.phases_s.values()),
-        "executables": len(runner.config.buckets),
+        "executables": int(runner.observations()["executables"]),
         "ledger": str(runner.ledger),
         "peak_bytes": (runner.device.memory_stats() or {}).get("peak_bytes_in_use"),
         "jax": jax.__version__,

@@ -68,10 +68,10 @@ def run_case(
 ) -> dict[str, Any]:
     """Checks the case and, with a timer, times it."""
     reference = pick_kernels("cpu", backend=Backend.REFERENCE)
-    compiled = compile_call(case, getattr(kernels, case.kernel))
-    error = relative_error(
-        compiled(*case.arguments), compile_call(case, getattr(reference, case.kernel))(*case.arguments)
-    )
+    compiled = compile_call(case, getattr(kernels, case.kernel), case.arguments)
+    arguments = jax.device_put(case.arguments, jax.devices("cpu")[0]) if case.host_reference else case.arguments
+    expected = compile_call(case, getattr(reference, case.kernel), arguments)(*arguments)
+    error = relative_error(compiled(*case.arguments), jax.device_put(expected, jax.devices()[0]))
     row: dict[str, Any] = {
         "kernel": case.kernel,
         "shape": case.shape,
@@ -87,8 +87,8 @@ def run_case(
     return row | {"us": seconds * 1e6, "limit": limit, "fraction": max(bytes_s, flops_s) / seconds}
 
 
-def compile_call(case: KernelCase, function: Any) -> jax.stages.Compiled:
-    return jax.jit(lambda *arguments: case.call(function, *arguments)).lower(*case.arguments).compile()
+def compile_call(case: KernelCase, function: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    return jax.jit(lambda *arguments: case.call(function, *arguments)).lower(*arguments).compile()
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:

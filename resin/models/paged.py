@@ -18,7 +18,7 @@ from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.heads import NewTokens
-from resin.pallas_kernels.table import HEADS_KERNEL_ROWS, Backend, Kernels, pick_kernels, takes_dense_kernel
+from resin.pallas_kernels.table import Backend, Kernels, pick_kernels, takes_dense_kernel, takes_heads_kernel
 from resin.plan import (
     CacheGeometry,
     CacheGroup,
@@ -121,7 +121,7 @@ class PagedContext(Context):
         norms: tuple[RMSNorm, RMSNorm] | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        fits = self.phase is Phase.DECODE and x.shape[0] <= HEADS_KERNEL_ROWS and x.dtype == jnp.bfloat16
+        fits = self.phase is Phase.DECODE and takes_heads_kernel(x.shape[0], weight.size) and x.dtype == jnp.bfloat16
         plain = all(each is None or each.order is not NormOrder.ONE_PLUS for each in (norm, *(norms or ())))
         if self._is_reference or not fits or not plain or bias is not None:
             return super().attend_product(layer, x, weight, bias, rope, norm=norm, norms=norms, sinks=sinks)
@@ -196,7 +196,7 @@ class PagedContext(Context):
         is_partial: bool = False,
         out_dtype: str | None = None,
     ) -> jax.Array:
-        fits = takes_dense_kernel(x.shape[0], is_gated=gate is not None, has_residual=residual is not None)
+        fits = takes_dense_kernel(x.shape[0], weight.size, is_gated=gate is not None, has_residual=residual is not None)
         fits = fits and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu)
         plain = norm is None or norm.order is not NormOrder.ONE_PLUS
         if self._is_reference or not fits or not plain or (is_partial and self.tp > 1):

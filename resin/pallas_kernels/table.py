@@ -25,8 +25,11 @@ from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 # beside the product. Measured on an H200, us: 4096 x 28672 gated with its norm at 32 rows 55 against 60 (at 64 rows 65
 # against 63), 14336 x 4096 and 4096 x 4096 with a residual at 128 rows 36 and 16 against 37 and 18.
 DENSE_KERNEL_ROWS, DENSE_GATED_ROWS, DENSE_RESIDUAL_ROWS = 16, 32, 128
-# Above this many rows XLA's product and `rope_append` after it are faster than `project_heads`.
+# The same for `project_heads`.
 HEADS_KERNEL_ROWS = 32
+# Above `DENSE_KERNEL_ROWS` smaller weights are XLA's: a 0.6B model's step of 32 rows took 2.10 ms with its products and
+# 2.30 with ours.
+MANY_ROWS_WEIGHTS = 1 << 23
 
 
 class Backend(enum.Enum):
@@ -97,8 +100,12 @@ def pick_kernels(
     )
 
 
-def takes_dense_kernel(rows: int, *, is_gated: bool, has_residual: bool) -> bool:
-    """Whether a product of this many rows is `dense_small`'s, not XLA's."""
-    if has_residual:
-        return rows <= DENSE_RESIDUAL_ROWS
-    return rows <= (DENSE_GATED_ROWS if is_gated else DENSE_KERNEL_ROWS)
+def takes_dense_kernel(rows: int, weights: int, *, is_gated: bool, has_residual: bool) -> bool:
+    """Whether a product of this many rows and weights is `dense_small`'s, not XLA's."""
+    most = DENSE_RESIDUAL_ROWS if has_residual else DENSE_GATED_ROWS if is_gated else DENSE_KERNEL_ROWS
+    return rows <= DENSE_KERNEL_ROWS or (rows <= most and weights >= MANY_ROWS_WEIGHTS)
+
+
+def takes_heads_kernel(rows: int, weights: int) -> bool:
+    """Whether a QKV product is `project_heads`', not XLA's with `rope_append` after it."""
+    return rows <= DENSE_KERNEL_ROWS or (rows <= HEADS_KERNEL_ROWS and weights >= MANY_ROWS_WEIGHTS)

@@ -5,7 +5,7 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.paged_decode import paged_decode_attention_ref
-from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel
+from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel, takes_heads_kernel
 
 
 def test_platforms():
@@ -30,8 +30,17 @@ def test_interpreted_table_agrees_with_the_reference(rows):
     np.testing.assert_allclose(out, dense_small_ref(x, weight)[0], rtol=0, atol=1e-4)
 
 
+ROWS = (1, 16, 32, 64, 128, 256)
+LARGE, SMALL = 4096 * 4096, 2048 * 1024
+
+
 def test_products_of_many_rows_are_xlas():
-    plain = [rows for rows in (1, 16, 32, 64, 128, 256) if takes_dense_kernel(rows, is_gated=False, has_residual=False)]
-    gated = [rows for rows in (1, 16, 32, 64, 128, 256) if takes_dense_kernel(rows, is_gated=True, has_residual=False)]
-    added = [rows for rows in (1, 16, 32, 64, 128, 256) if takes_dense_kernel(rows, is_gated=False, has_residual=True)]
-    assert (plain, gated, added) == ([1, 16], [1, 16, 32], [1, 16, 32, 64, 128])
+    def taken(weights: int, **options: bool) -> list[int]:
+        return [rows for rows in ROWS if takes_dense_kernel(rows, weights, **options)]
+
+    assert taken(LARGE, is_gated=False, has_residual=False) == [1, 16]
+    assert taken(LARGE, is_gated=True, has_residual=False) == [1, 16, 32]
+    assert taken(LARGE, is_gated=False, has_residual=True) == [1, 16, 32, 64, 128]
+    assert taken(SMALL, is_gated=False, has_residual=True) == [1, 16]
+    assert [rows for rows in ROWS if takes_heads_kernel(rows, LARGE)] == [1, 16, 32]
+    assert [rows for rows in ROWS if takes_heads_kernel(rows, SMALL)] == [1, 16]
