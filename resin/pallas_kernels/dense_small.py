@@ -18,7 +18,7 @@ up in a fixed order.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,27 +27,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles, choose_head_tiles
 from resin.pallas_kernels.fp8 import check_kernel_arena, vector_pieces
 from resin.pallas_kernels.heads import HeadSpec, NewTokens, finish_head
 from resin.pallas_kernels.rope_append import rope_append_ref
 from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
 
 Gate = Literal["silu", "gelu_tanh"]
-
-VECTOR_SUMS = 2  # rows times parts: 64 registers a thread each, and four no longer fit
-
-
-@dataclass(frozen=True, slots=True)
-class DenseTiles:
-    """How the work is cut: columns and inner values a tile, shares of K, warps and pipeline depth."""
-
-    block_columns: int = 128
-    block_inner: int = 64
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 5
-    vector: bool = False  # on the vector units, at most VECTOR_SUMS rows (gated: half of it)
-    transposed: bool = False  # W.T @ x.T: columns are the rows of the tensor cores' product
 
 
 def dense_small(
@@ -211,68 +197,6 @@ def _call(spec: _Spec, out_dtype, operands: _Operands, counters: jax.Array | Non
         name="dense_small",
     )(*inputs)
     return results[0], None if spec.heads is None else results[-1], None if counters is None else results[3]
-
-
-def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, cores: int = 132) -> DenseTiles:
-    """One program a multiprocessor where K and N allow it.
-
-    Measured on an H200, us and fraction of copy bandwidth: at 1 row 4096 x (2 x 14336) gated 55.6 (0.99), 14336 x 4096
-    30.4 (0.91), 4096 x 4096 10.6 (0.75); at 32 rows 55.1, 31.3 and 12.9, at 128 rows 35.8 and 15.7. Products below 8M
-    weights take 5 to 8 us, the vector path the least.
-
-    Args:
-        rows, inner, columns: M, K and the columns of the result.
-        gated: two products a column.
-        cores: multiprocessors of the GPU.
-    """
-    vector = DenseTiles(64, 128, splits=4, num_stages=3, vector=True)
-    parts = 2 if gated else 1
-    fits = rows * parts <= VECTOR_SUMS
-    if rows > MIN_ROWS:
-        if gated:
-            return DenseTiles(splits=_splits(columns, 128, cores), num_stages=4, transposed=True)
-        return DenseTiles(64, 128, splits=_splits(columns, 64, cores), num_stages=4, transposed=True)
-    if fits and inner * columns * parts < 2**23:
-        return vector
-    if not gated and 0.75 * cores <= -(-columns // 32) <= cores and inner * columns <= 2**25:
-        return DenseTiles(32, 256)
-    blocks, splits = -(-columns // 128), _splits(columns, 128, cores)
-    if blocks >= 2 * cores or 0.75 * cores <= blocks * splits <= cores:
-        return DenseTiles(splits=splits)
-    return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * cores else 2)
-
-
-def _splits(columns: int, block: int, cores: int) -> int:
-    """The fewest parts of K, a power of two up to 8, that give most multiprocessors a program."""
-    return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * cores), 8)
-
-
-# Rows up to which each tiling is the best of fifty on an H200, programs that K is split for (48 heads of 128, hidden
-# 4096). With the kernels around them, us: at 1 row 23.7 against 25.1 for the product and `rope_append` in two
-# kernels, at 8 rows 24.2 against 23.5 in three, at 32 rows 25.4 against 25.5 in three, at 64 rows 29.8 against 27.6
-# in three.
-HEAD_TILES = (
-    (1, 528, DenseTiles(64, 64, num_warps=2, num_stages=4, vector=True)),
-    (16, 240, DenseTiles(64, 32, num_stages=4)),
-    (32, 192, DenseTiles(64, 64, num_stages=4, transposed=True)),
-    (64, 240, DenseTiles(64, 64, num_warps=8, num_stages=3, transposed=True)),
-)
-
-
-def choose_head_tiles(rows: int, inner: int, joined: int, width: int) -> DenseTiles:
-    """One head a program, K split until the programs fill the GPU.
-
-    Args:
-        rows, inner: M and K.
-        joined: query, key and value heads.
-        width: of a head.
-    """
-    _, programs, tiles = next((row for row in HEAD_TILES if rows <= row[0]), HEAD_TILES[-1])
-    columns = pl.next_power_of_2(width // 2)
-    if tiles.vector:
-        tiles = replace(tiles, block_inner=tiles.block_inner * 64 // columns)  # its sums are in registers
-    steps = -(-inner // tiles.block_inner)
-    return replace(tiles, block_columns=columns, splits=max(1, min(programs // joined, steps // tiles.num_stages)))
 
 
 @dataclass(frozen=True, slots=True)

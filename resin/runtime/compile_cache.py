@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import jax
+
+_HIT = "/jax/compilation_cache/cache_hits"
+_hits = threading.local()
+
+
+def cache_hits() -> int:
+    """Programs that the cache has given to this thread."""
+    return getattr(_hits, "count", 0)
+
+
+def _note(event: str, **details: Any) -> None:
+    if event == _HIT:
+        _hits.count = cache_hits() + 1
+
+
+jax.monitoring.register_event_listener(_note)
 
 
 def use_compile_cache(directory: Path, max_bytes: int) -> None:

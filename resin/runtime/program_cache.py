@@ -3,7 +3,9 @@
 XLA's own cache (`compile_cache`) is keyed by the traced program, so that every start traces each program first, one at
 a time because of the interpreter lock. Here the key is made of everything that a program of Resin's own models follows
 from: the source of this package, model config, runner config, bucket, arena, devices, versions and flags. Models from
-elsewhere are not kept, because nothing here can tell whether their source has changed.
+elsewhere are not kept, because nothing here can tell whether their source has changed. Neither are programs that XLA's
+cache gave, which would not run when read again: where a change of source leaves a program as it was, XLA's cache is the
+one that serves it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-import resin
 from resin.plan import ArenaSpec, Bucket
 from resin.runtime.executable import StepSpec
 from resin.runtime.program_kind import ProgramKind
@@ -55,7 +56,7 @@ class ProgramCache:
         parts = (
             *(source_digest(), jax.__version__, metadata.version("jaxlib"), devices[0].client.platform_version),
             *([(device.device_kind, device.id) for device in devices], dict(spec.mesh.shape), spec.kernels().backend),
-            *(_host_features(devices[0]), os.environ.get("XLA_FLAGS", ""), jax.config.jax_enable_x64),
+            *(_host_features(devices[0]), os.environ.get("XLA_FLAGS", ""), str(jax.numpy.result_type(float))),
             *(f"{model_class.__module__}.{model_class.__qualname__}", model_config),
             *(spec.config, spec.dtype, spec.has_fresh_prefill),
         )
@@ -113,7 +114,7 @@ class ProgramCache:
 @functools.cache
 def source_digest() -> str:
     """A digest of every Python file of this package."""
-    root = Path(resin.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())

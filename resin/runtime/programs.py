@@ -9,6 +9,7 @@ import jax
 
 from resin.models.weights import Progress
 from resin.plan import ArenaSpec, BatchPlan, Bucket
+from resin.runtime.compile_cache import cache_hits
 from resin.runtime.executable import StepSpec, compile_load, compile_step
 from resin.runtime.ledger import program_temporary_bytes
 from resin.runtime.program_cache import ProgramCache
@@ -75,8 +76,10 @@ class Programs:
         """Loads a program from disk, or compiles and keeps it."""
         program = self._cache.load(bucket, kind, arena) if self._cache is not None else None
         if program is None:
+            before = cache_hits()
             program = compile_step(self._spec, bucket, arena, kind)
-            if self._cache is not None:
+            # What XLA's cache gave cannot be written again: a copy loads on CPU, and misses functions when it runs.
+            if self._cache is not None and cache_hits() == before:
                 self._cache.save(bucket, kind, arena, program)
         return program
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.dense_small import DenseTiles, choose_dense_tiles, dense_small, dense_small_ref
+from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
 from resin.pallas_kernels.experts import GroupedTiles, expert_ffn, expert_ffn_ref, grouped_product, sort_pairs
 from tests.pallas_kernels.paged_cases import relative_error
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from resin.pallas_kernels.dense_small import DenseTiles
+from resin.pallas_kernels.dense_tiles import DenseTiles
 from tests.pallas_kernels.grid import Point, check_project_heads
 
 POINTS = [

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,13 +21,18 @@ SIZES = {"decode_sequences": (4,), "prefill_tokens": (32,)}
 
 
 def make(directory: Path, family: str = "llama", **changes) -> Engine:
-    """An engine whose runner is warm and keeps its programs in the directory."""
+    """An engine whose runner is warm and keeps its programs in the directory, whatever XLA's cache holds."""
     options = tiny_options(compile_cache=directory, compile_cache_bytes=1 << 30, **(SIZES | changes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "use_compile_cache", lambda directory, max_bytes: None)  # it is the whole process's
         runner = build_runner(tiny_checkpoint(family), options)
     engine = Engine(runner, cache_pages=NUM_PAGES)
-    runner.warm_up()
+    held = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        runner.warm_up()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", held)
     return engine
 
 
@@ -167,3 +173,18 @@ def test_a_directory_that_cannot_be_written_costs_the_cache_alone(first, tmp_pat
     (bucket, kind), program = next(iter(runner._programs.compiled.items()))
     cache.save(bucket, kind, runner._bound_arena(), program)
     assert cache.load(bucket, kind, runner._bound_arena()) is None
+
+
+def test_what_xlas_cache_gave_is_not_kept(first, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy would load and fail when it runs."""
+    runner = first[1].runner
+    bucket, kind = next(iter(runner._programs.compiled))
+
+    def compile_step(*args: object) -> jax.stages.Compiled:
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return runner._programs.compiled[bucket, kind]
+
+    monkeypatch.setattr(programs, "compile_step", compile_step)
+    cache = ProgramCache.of(tmp_path / "steps", 1 << 30, Llama, runner.model_config, runner._spec)
+    programs.Programs(runner._spec, 1, cache)._make(bucket, runner._bound_arena(), kind)
+    assert not kept(tmp_path)
