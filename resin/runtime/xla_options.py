@@ -10,7 +10,7 @@ from resin.plan import Bucket, Phase
 LIBRARY_PRODUCT_TOKENS = 1024
 
 
-def step_options(bucket: Bucket, backend: Backend) -> dict[str, bool]:
+def step_options(bucket: Bucket, backend: Backend) -> dict[str, str | bool]:
     """Compiler options of a bucket's programs."""
     if backend is Backend.TRITON and bucket.phase is Phase.PREFILL and bucket.tokens >= LIBRARY_PRODUCT_TOKENS:
         return {"xla_gpu_enable_triton_gemm": False}
