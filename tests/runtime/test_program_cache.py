@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from resin import ArenaSpec, Engine, SamplingParams
 from resin.models.llama import Llama
@@ -27,12 +28,14 @@ def make(directory: Path, family: str = "llama", **changes) -> Engine:
         patch.setattr(load, "use_compile_cache", lambda directory, max_bytes: None)  # it is the whole process's
         runner = build_runner(tiny_checkpoint(family), options)
     engine = Engine(runner, cache_pages=NUM_PAGES)
-    held = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    held = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
     try:
         runner.warm_up()
     finally:
-        jax.config.update("jax_enable_compilation_cache", held)
+        jax.config.update("jax_compilation_cache_dir", held)
+        compilation_cache.reset_cache()
     return engine
 
 
