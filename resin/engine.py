@@ -86,7 +86,7 @@ class Engine:
         if not 2 <= self.context_length <= config.max_context_tokens:
             raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
         self._clock = clock
-        if not 0 <= overlap <= MAX_OVERLAP:
+        if overlap not in range(MAX_OVERLAP + 1):
             raise InvalidRequest("overlap", overlap, f"0 to {MAX_OVERLAP} plans")
         self._overlap = int(overlap) if isinstance(runner, OverlapRunner) else 0
         self._accept_hook: Callable[[BatchPlan], None] | None = getattr(runner, "accept", None)

@@ -258,6 +258,12 @@ def test_overlap_discards_the_extra_rows_and_returns_pages_once(overlap: int) ->
         engine.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("overlap", [-1, 5, 1.5, "deep", None])
+def test_overlap_out_of_range_is_refused(overlap: object) -> None:
+    with pytest.raises(InvalidRequest, match="overlap"):
+        Engine(OverlapFake(CONFIG), overlap=overlap)  # type: ignore[arg-type]
+
+
 def test_overlap_and_synchronous_order_give_the_same_plans() -> None:
     plans = []
     for overlap in (0, 1, 2, 4):

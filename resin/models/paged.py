@@ -122,8 +122,8 @@ class PagedContext(Context):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         fits = self.phase is Phase.DECODE and takes_heads_kernel(x.shape[0], weight.size) and x.dtype == jnp.bfloat16
-        plain = all(each is None or each.order is not NormOrder.ONE_PLUS for each in (norm, *(norms or ())))
-        if self._is_reference or not fits or not plain or bias is not None:
+        fits = fits and _kernels_take(norm, *(norms or ()))
+        if self._is_reference or not fits or bias is not None:
             return super().attend_product(layer, x, weight, bias, rope, norm=norm, norms=norms, sinks=sinks)
         rows, key_row, value_row = self._layer_rows(layer)
         joined = weight.shape[1] // layer.head_dim
@@ -157,8 +157,7 @@ class PagedContext(Context):
         norms: tuple[RMSNorm, RMSNorm] | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        plain = norms is None or norms[0].order is not NormOrder.ONE_PLUS
-        if self._is_reference or not plain or joined.dtype != jnp.bfloat16:
+        if self._is_reference or not _kernels_take(*(norms or ())) or joined.dtype != jnp.bfloat16:
             return super().attend_joined(layer, joined, rope, norms, sinks)
         with jax.named_scope("append"):
             rows, key_row, value_row = self._layer_rows(layer)
@@ -197,9 +196,8 @@ class PagedContext(Context):
         out_dtype: str | None = None,
     ) -> jax.Array:
         fits = takes_dense_kernel(x.shape[0], weight.size, is_gated=gate is not None, has_residual=residual is not None)
-        fits = fits and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu)
-        plain = norm is None or norm.order is not NormOrder.ONE_PLUS
-        if self._is_reference or not fits or not plain or (is_partial and self.tp > 1):
+        fits = fits and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu) and _kernels_take(norm)
+        if self._is_reference or not fits or (is_partial and self.tp > 1):
             return super().product(
                 x, weight, norm=norm, gate=gate, residual=residual, is_partial=is_partial, out_dtype=out_dtype
             )
@@ -357,6 +355,11 @@ class PagedContext(Context):
             flat = self.arena.reshape(-1, words.shape[-1])
             flat = flat.at[index].set(words, mode="promise_in_bounds")
             self.arena = flat.reshape(self.arena.shape)
+
+
+def _kernels_take(*norms: RMSNorm | None) -> bool:
+    """Whether kernels compute these norms: they know no `1 + weight`."""
+    return all(norm is None or norm.order is not NormOrder.ONE_PLUS for norm in norms)
 
 
 def _to_arena(vectors: jax.Array, dtype: Any, fp8_scale: float | None = None) -> jax.Array:

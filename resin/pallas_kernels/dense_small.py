@@ -1,4 +1,4 @@
-"""Dense products of few rows (M <= 64) with a normalisation before and an activation or residual after.
+"""Dense products of few rows (M <= 128) with a normalisation before and an activation or residual after.
 
 y = f(rmsnorm(x) @ W) or residual + rmsnorm(x) @ W, with W `[K, N]` read once. The norm costs no pass of its own:
 rmsnorm(x) @ W = ((x * g) @ W) / rms(x), so each program scales x by g on the way in, sums x^2 beside the product, and
@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles, choose_head_tiles
-from resin.pallas_kernels.fp8 import check_kernel_arena, vector_pieces
-from resin.pallas_kernels.heads import HeadSpec, NewTokens, finish_head
+from resin.pallas_kernels.fp8 import check_kernel_arena, row_elements
+from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
 from resin.pallas_kernels.rope_append import rope_append_ref
-from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
+from resin.pallas_kernels.tiles import MIN_ROWS, plane_rows, tile_dot
 
 Gate = Literal["silu", "gelu_tanh"]
 
@@ -49,7 +49,7 @@ def dense_small(
     tiles: DenseTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`residual + gate(rmsnorm(x) @ weight)` for at most 64 rows.
+    """`residual + gate(rmsnorm(x) @ weight)` for at most 128 rows.
 
     Args:
         x: `[M, K]`.
@@ -128,7 +128,7 @@ def project_heads(
     joined = heads + 2 * kv_heads
     width = weight.shape[1] // joined
     check_kernel_arena(arena.dtype, fp8_scale)
-    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    elements = row_elements(width, arena.dtype, fp8_scale)
     tiles = tiles or choose_head_tiles(rows, inner, joined, width)
     spec = _Spec(
         rows=rows,
@@ -139,6 +139,7 @@ def project_heads(
         gate=None,
         has_residual=False,
         heads=HeadSpec(
+            tokens=rows,
             heads=heads,
             kv_heads=kv_heads,
             width=width,
@@ -153,7 +154,7 @@ def project_heads(
     )
     if tiles.splits > 1 and counters is None:
         counters = jnp.zeros((joined,), jnp.int32)
-    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    planes = plane_rows(key_row, value_row)
     operands = _Operands(x, weight, norm, None, new, planes, arena.reshape(-1, elements))
     q, held, used = _call(spec, x.dtype, operands, counters if tiles.splits > 1 else None)
     return q, held.reshape(arena.shape), counters if used is None else used
@@ -270,7 +271,7 @@ def _dense_kernel(x_ref, weight_ref, *refs, spec: _Spec):
         if spec.heads is None:
             _finish(outputs[0], residual_ref, column, real, sums, spec)
         else:
-            finish_head(sums, index, spec.rows, new, planes_ref, outputs[0], outputs[-1], spec.heads)
+            _finish_head(outputs[0], outputs[-1], new, planes_ref, index, sums, spec.heads)
 
     if spec.tiles.splits == 1:
         finish(squares, sums)
@@ -389,6 +390,19 @@ def _finish(out_ref, residual_ref, column, real, sums, spec: _Spec) -> None:
     if residual_ref is not None:
         out = out + plgpu.load(residual_ref.at[at], mask=inside, other=0).astype(jnp.float32)
     plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
+
+
+def _finish_head(q_ref, arena_ref, new: NewTokens, planes_ref, index, sums, spec: HeadSpec) -> None:
+    """One head of every row: norm, rotation, store."""
+    token = jnp.arange(sums[0].shape[0], dtype=jnp.int32)
+    lanes = jnp.arange(sums[0].shape[1], dtype=jnp.int32)
+    head = jnp.full_like(token, index)
+    inside = (token < spec.tokens)[:, None] & (lanes < spec.half)[None, :]
+    low, high = (half.astype(q_ref.dtype) for half in sums)
+    low, high = halves = turn_heads((low, high), token, head, inside, new, spec)
+    for start, value in ((0, low), (spec.half, high)):
+        plgpu.store(q_ref.at[token[:, None], index, start + lanes[None, :]], value, mask=inside & spec.is_query(index))
+    append_heads(arena_ref, halves, token, head, inside, new, planes_ref, spec)
 
 
 def activate(gate: Gate, x: jax.Array) -> jax.Array:

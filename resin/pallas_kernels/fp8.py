@@ -72,6 +72,15 @@ def vector_pieces(width: int, dtype: jax.typing.DTypeLike) -> int:
     return count
 
 
+def row_elements(width: int, dtype: jax.typing.DTypeLike, scale: float | None) -> int:
+    """Arena elements of a vector: 8-bit values, where there is a scale, share them.
+
+    Raises:
+        InvalidRequest: the vector is no whole number of elements.
+    """
+    return width if scale is None else width // vector_pieces(width, dtype)
+
+
 def check_kernel_arena(dtype: jax.typing.DTypeLike, scale: float | None) -> None:
     """Kernels read 8-bit values two to a uint16 element.
 

@@ -1,7 +1,7 @@
-"""The end of a QKV product of few rows: head norms, rotation, queries out, keys and values to the cache.
+"""What lies between the QKV product and attention, inside a kernel: head norms, rotation, append to the cache.
 
-A program of the product holds one head of every row, as two tiles: dimensions [0, D/2) and [D/2, D), the halves that a
-rotation pairs. So what `rope_append` does needs no kernel of its own there.
+A tile holds one head a row, as two halves: dimensions [0, D/2) and [D/2, D), which a rotation pairs. `rope_append`
+reads such rows of any token and head; a program of `project_heads` made them itself, one head of every token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import round_fp8
 
+NOWHERE = 2**31 - 1  # row index of what must not be stored; such lanes are masked
+
 
 class NewTokens(NamedTuple):
-    """What becomes of the heads of M tokens.
+    """What becomes of the heads of T tokens.
 
     Attributes:
-        cos, sin: float32 `[M, D / 2]`.
-        append_pages, append_offsets: int32 `[M]`, page and entry that take each token; page 0 takes nothing.
+        cos, sin: float32 `[T, D / 2]`.
+        append_pages, append_offsets: int32 `[T]`, page and entry that take each token; page 0 takes nothing.
         q_norm, k_norm: `[D]` weights of per-head RMSNorms; None for none.
     """
 
@@ -36,8 +38,9 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """Everything static about the heads of one product."""
+    """Everything static about the heads of one call."""
 
+    tokens: int
     heads: int  # queries
     kv_heads: int
     width: int  # D
@@ -56,63 +59,83 @@ class HeadSpec:
         """Query, key and value heads."""
         return self.heads + 2 * self.kv_heads
 
+    def is_query(self, head: jax.Array) -> jax.Array:
+        """Which of the joined heads are queries."""
+        return head < self.heads
 
-def finish_head(
-    halves: list[jax.Array], head, rows: int, new: NewTokens, planes_ref, q_ref, arena_ref, spec: HeadSpec
-) -> None:
-    """Normalises, rotates and stores one head of every row.
+    def is_value(self, head: jax.Array) -> jax.Array:
+        """Which of the joined heads are values."""
+        return head >= self.heads + self.kv_heads
+
+    def kv_head(self, head: jax.Array) -> jax.Array:
+        """The KV head of joined heads that are keys or values."""
+        return jnp.where(self.is_value(head), head - self.heads - self.kv_heads, head - self.heads)
+
+
+def turn_heads(
+    halves: tuple[jax.Array, jax.Array], token, head, inside, new: NewTokens, spec: HeadSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Normalises and rotates queries and keys; values stay as they are.
 
     Args:
-        halves: two float32 tiles `[row tile, columns]`, of which `rows` and D / 2 are real.
-        head: which of the joined heads, a scalar.
-        rows: tokens M.
+        halves: `[rows, lanes]` each.
+        token, head: int32 `[rows]`, which token and which of the joined heads a row is.
+        inside: bool `[rows, lanes]`, what is real.
         new: references.
-        planes_ref: rows of a page where the layer's keys and its values start.
-        q_ref: `[M, H, D]`.
-        arena_ref: `[rows, elements]`.
         spec: of the heads.
     """
-    row = jnp.arange(halves[0].shape[0], dtype=jnp.int32)
-    lane = jnp.arange(halves[0].shape[1], dtype=jnp.int32)
-    held, real = lane < spec.half, row < rows
-    inside = real[:, None] & held[None, :]
-    is_query, is_value = head < spec.heads, head >= spec.heads + spec.kv_heads
-    dtype = q_ref.dtype
-    low, high = plain = [half.astype(dtype) for half in halves]
-    if spec.has_norm:
-        low, high = _normalise(plain, is_query, held, lane, new, spec)
-    turn = row[:, None], lane[None, :]
-    cos, sin = (plgpu.load(ref.at[turn], mask=inside, other=0.0) for ref in (new.cos, new.sin))
+    lanes = jnp.arange(halves[0].shape[1], dtype=jnp.int32)
+    is_value = spec.is_value(head)[:, None]
+    low, high = halves if not spec.has_norm else _normalise(halves, spec.is_query(head)[:, None], lanes, new, spec)
+    at = token[:, None], lanes[None, :]
+    cos, sin = (plgpu.load(ref.at[at], mask=inside, other=0.0) for ref in (new.cos, new.sin))
     wide_low, wide_high = low.astype(jnp.float32), high.astype(jnp.float32)
     turned = wide_low * cos - wide_high * sin, wide_high * cos + wide_low * sin
-    low, high = (jnp.where(is_value, old, value.astype(dtype)) for old, value in zip(plain, turned, strict=True))
-    for start, value in ((0, low), (spec.half, high)):
-        plgpu.store(q_ref.at[row[:, None], head, start + lane[None, :]], value, mask=inside & is_query)
-    page = plgpu.load(new.append_pages.at[row], mask=real, other=0)
-    offset = plgpu.load(new.append_offsets.at[row], mask=real, other=0)
+    low, high = (jnp.where(is_value, old, value.astype(old.dtype)) for old, value in zip(halves, turned, strict=True))
+    return low, high
+
+
+def append_heads(
+    arena_ref, halves: tuple[jax.Array, jax.Array], token, head, inside, new: NewTokens, planes_ref, spec: HeadSpec
+) -> None:
+    """Writes the rows that are keys or values to their places in the arena, none to page 0.
+
+    Args:
+        arena_ref: `[rows, elements]`.
+        planes_ref: rows from a page's start to the layer's keys and to its values.
+
+    The others are those of `turn_heads`.
+    """
+    lanes, real = jnp.arange(halves[0].shape[1], dtype=jnp.int32), token < spec.tokens
+    is_query, is_value = spec.is_query(head), spec.is_value(head)
+    page = plgpu.load(new.append_pages.at[token], mask=real, other=0)
+    offset = plgpu.load(new.append_offsets.at[token], mask=real, other=0)
     plane = jnp.where(is_value, planes_ref[1], planes_ref[0])
-    kv_head = jnp.where(is_value, head - spec.heads - spec.kv_heads, head - spec.heads)
-    place = page * spec.rows_per_page + plane + kv_head * spec.page_entries + offset
-    kept = inside & (page != 0)[:, None] & (head >= spec.heads)
+    place = page * spec.rows_per_page + plane + spec.kv_head(head) * spec.page_entries + offset
+    kept = real & ~is_query & (page > 0)
+    place, kept = jnp.where(kept, place, NOWHERE), inside & kept[:, None]
     if spec.fp8_scale is not None:
-        bits = [lax.bitcast_convert_type(round_fp8(half, spec.fp8_scale), jnp.uint8) for half in (low, high)]
+        bits = [lax.bitcast_convert_type(round_fp8(half, spec.fp8_scale), jnp.uint8) for half in halves]
         words = bits[0].astype(jnp.uint16) | (bits[1].astype(jnp.uint16) << 8)
-        plgpu.store(arena_ref.at[place[:, None], lane[None, :]], words, mask=kept)
+        plgpu.store(arena_ref.at[place[:, None], lanes[None, :]], words, mask=kept)
         return
-    for start, value in ((0, low), (spec.half, high)):
+    for start, value in zip((0, spec.half), halves, strict=True):
         if arena_ref.dtype == jnp.uint16:
             value = lax.bitcast_convert_type(value, jnp.uint16)
-        at = place[:, None], start + lane[None, :]
+        at = place[:, None], start + lanes[None, :]
         plgpu.store(arena_ref.at[at], value.astype(arena_ref.dtype), mask=kept)
 
 
-def _normalise(halves: list[jax.Array], is_query, held, lane, new: NewTokens, spec: HeadSpec) -> list[jax.Array]:
-    """RMSNorm over the head."""
+def _normalise(halves, is_query, lanes, new: NewTokens, spec: HeadSpec) -> tuple[jax.Array, jax.Array]:
+    """RMSNorm over each head, with the weights of queries or of keys."""
     wide = [half.astype(jnp.float32) for half in halves]
     squares = sum(jnp.sum(half * half, axis=1) for half in wide)
     factor = lax.rsqrt(squares / spec.width + spec.eps)[:, None]
     out = []
-    for start, half in ((0, wide[0]), (spec.half, wide[1])):
-        q_weight, k_weight = (plgpu.load(ref.at[start + lane], mask=held, other=0) for ref in (new.q_norm, new.k_norm))
-        out.append((half * factor).astype(halves[0].dtype) * jnp.where(is_query, q_weight, k_weight)[None, :])
-    return out
+    for start, half in zip((0, spec.half), wide, strict=True):
+        weights = [
+            plgpu.load(ref.at[start + lanes], mask=lanes < spec.half, other=0)[None, :]
+            for ref in (new.q_norm, new.k_norm)
+        ]
+        out.append((half * factor).astype(halves[0].dtype) * jnp.where(is_query, *weights))
+    return out[0], out[1]

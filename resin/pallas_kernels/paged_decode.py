@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.fp8 import check_kernel_arena, unpack_fp8, vector_pieces
+from resin.pallas_kernels.fp8 import check_kernel_arena, row_elements, unpack_fp8
 from resin.pallas_kernels.tiles import (
     LOG2E,
     MASKED,
@@ -36,6 +36,7 @@ from resin.pallas_kernels.tiles import (
     exp2_affine,
     load_rows,
     piece_lanes,
+    plane_rows,
     tile_dot,
 )
 
@@ -127,7 +128,7 @@ def paged_decode_attention(
     if tiles is None:
         tiles = choose_decode_tiles(sequences, kv_heads, page_ids.shape[0] * page_entries, cores)
     check_kernel_arena(arena.dtype, fp8_scale)
-    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    elements = row_elements(width, arena.dtype, fp8_scale)
     spec = _Spec(
         group=heads // kv_heads,
         width=elements,
@@ -142,7 +143,7 @@ def paged_decode_attention(
         tiles=tiles,
         interpret=interpret,
     )
-    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    planes = plane_rows(key_row, value_row)
     if tiles.splits > 1 and counters is None:
         counters = jnp.zeros((sequences * kv_heads,), jnp.int32)
     out, used = _call(
@@ -439,7 +440,7 @@ def gather_pages(
     """One layer's keys or values in float32: pages `[B, P]` -> `[B, kv_heads, P * page_entries, width]`."""
     num_pages, page_elements = arena.shape
     sequences, count = pages.shape
-    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    elements = row_elements(width, arena.dtype, fp8_scale)
     rows_per_page = page_elements // elements
     head_rows = row + page_entries * jnp.arange(kv_heads, dtype=jnp.int32)
     starts = pages[:, None, :] * rows_per_page + head_rows[None, :, None]

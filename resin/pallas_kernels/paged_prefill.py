@@ -22,9 +22,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.fp8 import check_kernel_arena, vector_pieces
+from resin.pallas_kernels.fp8 import check_kernel_arena, row_elements
 from resin.pallas_kernels.paged_decode import gather_pages
-from resin.pallas_kernels.tiles import LOG2E, MASKED, NO_TOP, dot_pieces, exp2_affine, load_rows, piece_lanes, tile_dot
+from resin.pallas_kernels.tiles import (
+    LOG2E,
+    MASKED,
+    NO_TOP,
+    dot_pieces,
+    exp2_affine,
+    load_rows,
+    piece_lanes,
+    plane_rows,
+    tile_dot,
+)
 
 # Query rows and keys that the reference handles at once: sized for the matrix routines of a CPU.
 REFERENCE_TILE_TOKENS = 128
@@ -114,7 +124,7 @@ def paged_prefill_attention(
     if tiles is None:
         tiles = choose_prefill_tiles(tokens, group, width)
     check_kernel_arena(arena.dtype, fp8_scale)
-    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    elements = row_elements(width, arena.dtype, fp8_scale)
     spec = _Spec(
         group=group,
         width=elements,
@@ -130,7 +140,7 @@ def paged_prefill_attention(
         interpret=interpret,
     )
     tiling = tile_map(query_indptr, tokens, spec.tile_tokens)
-    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
+    planes = plane_rows(key_row, value_row)
     return _call(
         spec,
         (q, arena.reshape(-1, elements), page_indptr, page_ids, query_indptr, seq_lens, first_position, planes),

@@ -22,10 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, round_fp8, vector_pieces
+from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, row_elements
+from resin.pallas_kernels.heads import NOWHERE, HeadSpec, NewTokens, append_heads, turn_heads
+from resin.pallas_kernels.tiles import plane_rows
 
 LARGE_TOKENS = 64
-NOWHERE = 2**31 - 1  # row index of what must not be stored; such lanes are masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,63 +91,50 @@ def rope_append(
     """
     tokens, joined, width = x.shape
     check_kernel_arena(arena.dtype, fp8_scale)
-    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    elements = row_elements(width, arena.dtype, fp8_scale)
     spec = _Spec(
-        tokens=tokens,
-        heads=joined - 2 * kv_heads,
-        kv_heads=kv_heads,
-        width=width,
-        page_entries=page_entries,
-        rows_per_page=arena.shape[1] // elements,
-        fp8_scale=fp8_scale,
-        has_norm=q_norm is not None,
-        eps=eps,
-        with_keys=with_keys,
-        tiles=tiles or choose_append_tiles(tokens),
-        interpret=interpret,
+        HeadSpec(
+            tokens=tokens,
+            heads=joined - 2 * kv_heads,
+            kv_heads=kv_heads,
+            width=width,
+            page_entries=page_entries,
+            rows_per_page=arena.shape[1] // elements,
+            eps=eps,
+            has_norm=q_norm is not None,
+            fp8_scale=fp8_scale,
+        ),
+        with_keys,
+        tiles or choose_append_tiles(tokens),
+        interpret,
     )
-    planes = jnp.stack([jnp.asarray(key_row, jnp.int32), jnp.asarray(value_row, jnp.int32)])
-    norms = () if q_norm is None else (q_norm, k_norm)
-    q, rows, *keys = _call(
-        spec, x.reshape(-1, width), (cos, sin, append_pages, append_offsets, planes), norms, arena.reshape(-1, elements)
-    )
+    planes = plane_rows(key_row, value_row)
+    new = NewTokens(cos, sin, append_pages, append_offsets, q_norm, k_norm)
+    q, rows, *keys = _call(spec, x.reshape(-1, width), new, planes, arena.reshape(-1, elements))
     key = keys[0].reshape(tokens, kv_heads, width) if with_keys else None
-    return q.reshape(tokens, spec.heads, width), rows.reshape(arena.shape), key
+    return q.reshape(tokens, -1, width), rows.reshape(arena.shape), key
 
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
     """Everything static about one call."""
 
-    tokens: int
-    heads: int
-    kv_heads: int
-    width: int
-    page_entries: int
-    rows_per_page: int
-    fp8_scale: float | None
-    has_norm: bool
-    eps: float
+    heads: HeadSpec
     with_keys: bool
     tiles: AppendTiles
     interpret: bool
 
-    @property
-    def joined(self) -> int:
-        """Heads a token: q, k and v."""
-        return self.heads + 2 * self.kv_heads
-
 
 @functools.partial(jax.jit, static_argnums=0)
-def _call(spec: _Spec, x, columns, norms, arena):
+def _call(spec: _Spec, x, new: NewTokens, planes, arena):
     """The kernel call. Nested jit: the layers of a model trace and lower it once."""
-    inputs = [x, *columns, *norms, arena]
-    keys = [jax.ShapeDtypeStruct((spec.tokens * spec.kv_heads, spec.width), x.dtype)] if spec.with_keys else []
+    inputs, heads = [x, *jax.tree.leaves(new), planes, arena], spec.heads
+    keys = [jax.ShapeDtypeStruct((heads.tokens * heads.kv_heads, heads.width), x.dtype)] if spec.with_keys else []
     return pl.pallas_call(
         functools.partial(_rope_append_kernel, spec=spec),
         grid=(-(-x.shape[0] // spec.tiles.rows),),
         out_shape=(
-            jax.ShapeDtypeStruct((spec.tokens * spec.heads, spec.width), x.dtype),
+            jax.ShapeDtypeStruct((heads.tokens * heads.heads, heads.width), x.dtype),
             jax.ShapeDtypeStruct(arena.shape, arena.dtype),
             *keys,
         ),
@@ -157,66 +145,29 @@ def _call(spec: _Spec, x, columns, norms, arena):
     )(*inputs)
 
 
-def _rope_append_kernel(x_ref, cos_ref, sin_ref, pages_ref, offsets_ref, planes_ref, *refs, spec: _Spec):
-    q_ref, arena_ref, *key_refs = refs[-3:] if spec.with_keys else refs[-2:]
-    half, rows = spec.width // 2, spec.tiles.rows
-    row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    lanes = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
-    token, head = row // spec.joined, row % spec.joined
-    live = token < spec.tokens
-    inside = live[:, None] & (lanes < half)[None, :]
+def _rope_append_kernel(x_ref, *refs, spec: _Spec):
+    heads, count = spec.heads, 6 if spec.heads.has_norm else 4
+    new, planes_ref = NewTokens(*refs[:count]), refs[count]
+    q_ref, arena_ref, *key_refs = refs[count + 2 :]  # the arena comes as an input, too
+    row = pl.program_id(0) * spec.tiles.rows + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
+    lanes = jnp.arange(pl.next_power_of_2(heads.half), dtype=jnp.int32)
+    token, head = row // heads.joined, row % heads.joined
+    live = token < heads.tokens
+    inside = live[:, None] & (lanes < heads.half)[None, :]
     low, high = (
-        plgpu.load(x_ref.at[row[:, None], start + lanes[None, :]], mask=inside, other=0) for start in (0, half)
+        plgpu.load(x_ref.at[row[:, None], start + lanes[None, :]], mask=inside, other=0) for start in (0, heads.half)
     )
-    is_query, is_value = head < spec.heads, head >= spec.heads + spec.kv_heads
-    if spec.has_norm:
-        low, high = _normalise(low, high, refs[:2], is_query, is_value, lanes, spec)
-    cos, sin = (
-        plgpu.load(ref.at[token[:, None], lanes[None, :]], mask=inside, other=0.0) for ref in (cos_ref, sin_ref)
-    )
-    wide_low, wide_high = low.astype(jnp.float32), high.astype(jnp.float32)
-    turned = (wide_low * cos - wide_high * sin, wide_high * cos + wide_low * sin)
-    low, high = (
-        jnp.where(is_value[:, None], old, new.astype(old.dtype)) for old, new in zip((low, high), turned, strict=True)
-    )
-    q_row = jnp.where(live & is_query, token * spec.heads + head, NOWHERE)
-    page = plgpu.load(pages_ref.at[token], mask=live, other=0)
-    offset = plgpu.load(offsets_ref.at[token], mask=live, other=0)
-    kv_head = jnp.where(is_value, head - spec.heads - spec.kv_heads, head - spec.heads)
-    plane = jnp.where(is_value, planes_ref[1], planes_ref[0])
-    place = page * spec.rows_per_page + plane + kv_head * spec.page_entries + offset
-    is_kept = ~is_query & (page > 0)
-    place = jnp.where(live & is_kept, place, NOWHERE)
-    is_key = ~is_query & ~is_value
-    key_row = jnp.where(live & is_key, token * spec.kv_heads + kv_head, NOWHERE)
-    for start, value in ((0, low), (half, high)):
+    low, high = halves = turn_heads((low, high), token, head, inside, new, heads)
+    is_query = heads.is_query(head)
+    is_key = ~is_query & ~heads.is_value(head)
+    q_row = jnp.where(live & is_query, token * heads.heads + head, NOWHERE)
+    key_row = jnp.where(live & is_key, token * heads.kv_heads + heads.kv_head(head), NOWHERE)
+    for start, value in ((0, low), (heads.half, high)):
         at = start + lanes[None, :]
         plgpu.store(q_ref.at[q_row[:, None], at], value, mask=inside & is_query[:, None])
         for key_ref in key_refs:
             plgpu.store(key_ref.at[key_row[:, None], at], value, mask=inside & is_key[:, None])
-        if spec.fp8_scale is not None:
-            continue
-        if arena_ref.dtype == jnp.uint16:
-            value = lax.bitcast_convert_type(value, jnp.uint16)
-        plgpu.store(arena_ref.at[place[:, None], at], value.astype(arena_ref.dtype), mask=inside & is_kept[:, None])
-    if spec.fp8_scale is not None:
-        bits = [lax.bitcast_convert_type(round_fp8(half, spec.fp8_scale), jnp.uint8) for half in (low, high)]
-        words = bits[0].astype(jnp.uint16) | (bits[1].astype(jnp.uint16) << 8)
-        plgpu.store(arena_ref.at[place[:, None], lanes[None, :]], words, mask=inside & is_kept[:, None])
-
-
-def _normalise(low, high, norm_refs, is_query, is_value, lanes, spec: _Spec):
-    """Per-head RMSNorm of the rows that are queries or keys."""
-    half = spec.width // 2
-    wide = [part.astype(jnp.float32) for part in (low, high)]
-    squares = sum(jnp.sum(part * part, axis=1) for part in wide)
-    factor = lax.rsqrt(squares / spec.width + spec.eps)[:, None]
-    out = []
-    for start, old, part in ((0, low, wide[0]), (half, high, wide[1])):
-        weights = [plgpu.load(ref.at[start + lanes], mask=lanes < half, other=0)[None, :] for ref in norm_refs]
-        scaled = (part * factor).astype(old.dtype) * jnp.where(is_query[:, None], *weights)
-        out.append(jnp.where(is_value[:, None], old, scaled))
-    return out
+    append_heads(arena_ref, halves, token, head, inside, new, planes_ref, heads)
 
 
 def rope_append_ref(
@@ -246,7 +197,7 @@ def rope_append_ref(
     if q_norm is not None and k_norm is not None:
         query, key = _head_norm(query, q_norm, eps), _head_norm(key, k_norm, eps)
     query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-    elements = width if fp8_scale is None else width // vector_pieces(width, arena.dtype)
+    elements = row_elements(width, arena.dtype, fp8_scale)
     rows = arena.reshape(-1, elements)
     head = page_entries * jnp.arange(kv_heads, dtype=jnp.int32)
     starts = append_pages * (arena.shape[1] // elements) + append_offsets

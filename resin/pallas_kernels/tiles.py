@@ -56,6 +56,11 @@ def dot_pieces(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
     return out
 
 
+def plane_rows(key_row: jax.Array | int, value_row: jax.Array | int) -> jax.Array:
+    """int32 `[2]`, the operand that says where a layer's keys and values start in a page."""
+    return jnp.stack([jnp.asarray(row, jnp.int32) for row in (key_row, value_row)])
+
+
 def piece_lanes(piece: int, width: int, lanes: jax.Array) -> jax.Array:
     """Columns of a piece: `width` a piece."""
     return lanes if piece == 0 else piece * width + lanes
