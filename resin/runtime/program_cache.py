@@ -54,11 +54,21 @@ class ProgramCache:
             return None
         devices = tuple(spec.mesh.devices.flat)
         parts = (
-            *(source_digest(), jax.__version__, metadata.version("jaxlib"), devices[0].client.platform_version),
-            *([(device.device_kind, device.id) for device in devices], dict(spec.mesh.shape), spec.kernels().backend),
-            *(_host_features(devices[0]), os.environ.get("XLA_FLAGS", ""), str(jax.numpy.result_type(float))),
-            *(f"{model_class.__module__}.{model_class.__qualname__}", model_config),
-            *(spec.config, spec.dtype, spec.has_fresh_prefill),
+            source_digest(),
+            jax.__version__,
+            metadata.version("jaxlib"),
+            devices[0].client.platform_version,
+            os.environ.get("XLA_FLAGS", ""),
+            str(jax.numpy.result_type(float)),  # whether 64-bit types are on
+            [(device.device_kind, device.id) for device in devices],
+            dict(spec.mesh.shape),
+            _host_features(devices[0]),
+            f"{model_class.__module__}.{model_class.__qualname__}",
+            model_config,
+            spec.config,
+            spec.dtype,
+            spec.kernels().backend,
+            spec.has_fresh_prefill,
         )
         return ProgramCache(directory, max_bytes, "\n".join(map(repr, parts)), devices)
 
@@ -83,9 +93,10 @@ class ProgramCache:
         try:
             data = pickle.dumps(serialize_executable.serialize(program))
             self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self._path(bucket, kind, arena))
+            with tempfile.TemporaryDirectory(dir=self.directory) as folder:
+                file = Path(folder) / "program"
+                file.write_bytes(data)
+                os.replace(file, self._path(bucket, kind, arena))
             self._trim()
         except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             return
