@@ -29,14 +29,16 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
 
     Measured on an H200, us and fraction of copy bandwidth: at 1 row 4096 x (2 x 14336) gated 55.6 (0.99), 14336 x 4096
     30.4 (0.91), 4096 x 4096 10.6 (0.75); at 32 rows 55.1, 31.3 and 12.9, at 128 rows 35.8 and 15.7. Products below 8M
-    weights take 5 to 8 us, the vector path the least.
+    weights take 4.5 to 7 us, the vector path the least: so many splits that a program has one step to three, whose loads
+    are all in flight at once (with half as many splits each takes 1 to 2 us more).
 
     Args:
         rows, inner, columns: M, K and the columns of the result.
         gated: two products a column.
         cores: multiprocessors of the GPU.
     """
-    vector = DenseTiles(64, 128, splits=4, num_stages=3, vector=True)
+    most = min(-(-inner // 128), 4 * cores // -(-columns // 64))
+    vector = DenseTiles(64, 128, splits=next((n for n in (8, 4, 2) if n <= most), 1), num_stages=3, vector=True)
     parts = 2 if gated else 1
     fits = rows * parts <= VECTOR_SUMS
     if rows > MIN_ROWS:
@@ -46,7 +48,7 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
     if fits and inner * columns * parts < 2**23:
         return vector
     if not gated and 0.75 * cores <= -(-columns // 32) <= cores and inner * columns <= 2**25:
-        return DenseTiles(32, 256)
+        return DenseTiles(32, 512, num_warps=2, num_stages=3)
     blocks, splits = -(-columns // 128), _splits(columns, 128, cores)
     if blocks >= 2 * cores or 0.75 * cores <= blocks * splits <= cores:
         return DenseTiles(splits=splits)
@@ -83,4 +85,5 @@ def choose_head_tiles(rows: int, inner: int, joined: int, width: int) -> DenseTi
     if tiles.vector:
         tiles = replace(tiles, block_inner=tiles.block_inner * 64 // columns)  # its sums are in registers
     steps = -(-inner // tiles.block_inner)
-    return replace(tiles, block_columns=columns, splits=max(1, min(programs // joined, steps // tiles.num_stages)))
+    most = steps if tiles.vector else steps // tiles.num_stages
+    return replace(tiles, block_columns=columns, splits=max(1, min(programs // joined, most)))
