@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from resin.pallas_kernels.dense_small import project_heads, project_heads_ref
 from resin.pallas_kernels.dense_tiles import DenseTiles
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
+from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, fp8_case, relative_error
 

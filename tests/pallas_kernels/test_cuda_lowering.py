@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resin.pallas_kernels.dense_small import dense_small, project_heads
+from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.experts import expert_ffn
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.paged_decode import paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
+from resin.pallas_kernels.project_heads import project_heads
 from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.sampling import Draw, sample_tokens
 from tests.pallas_kernels.cuda_lowering import compile_for_gpu, lower_for_cuda
