@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.route import RouteRule
 from resin.pallas_kernels.sampling import Draw
 
 BF16 = 2  # bytes
@@ -93,6 +94,8 @@ def build_cases(small: bool) -> Iterator[KernelCase]:
             yield product_case(name, rows, *product)
     for rows in (3,) if small else (1, 8, 32, 64):
         yield heads_case(shape, rows, 64 if small else 4096)
+    for tokens in (2,) if small else (1, 32):
+        yield route_case(tokens, *((8, 2, 64) if small else (128, 8, 2048)))
     for tokens in (2,) if small else (1, 32, 4096):
         yield experts_case(tokens, *((8, 2, 64, 32) if small else (128, 8, 2048, 768)))
     for rows, vocab in ((4, 3000),) if small else ((1, 200_000), (64, 200_000)):
@@ -253,6 +256,27 @@ def heads_case(shape: Heads, rows: int, inner: int) -> KernelCase:
         ("dense_small",),
         weight.size * BF16,
         2 * rows * weight.size,
+    )
+
+
+def route_case(tokens: int, experts: int, choices: int, width: int) -> KernelCase:
+    x, gate = normal(1, tokens, width), normal(2, width, experts) * width**-0.5
+    norm, rule = 1 + normal(3, width) / 8, RouteRule(choices, renormalise=True)
+    known = x.astype(jnp.float32) @ (norm[:, None] * gate).astype(jnp.float32)
+
+    def call(function: Any, x: jax.Array, gate: jax.Array) -> jax.Array:
+        ids, weights, _ = function(x, gate, rule=rule, norm=norm)
+        # Where two scores are as good as equal either may be taken, so ids count by the scores behind them.
+        return jnp.concatenate([weights, jnp.take_along_axis(known, ids, axis=1)], axis=1)
+
+    return KernelCase(
+        "route_tokens",
+        f"{tokens} tokens, {choices} of {experts} experts",
+        call,
+        (x, gate),
+        ("route_tokens",),
+        gate.size * BF16,
+        2 * tokens * gate.size,
     )
 
 

@@ -15,10 +15,12 @@ from flax import nnx
 from bench.cases import Case
 from bench.shapes import SHAPES, shape_checkpoint
 from resin import ArenaSpec, Bucket, CacheGroup, InvalidRequest
+from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.experts import MixtureOfExperts
 from resin.models.families import ModelClass, find_model_class
 from resin.models.loading.checkpoint import Checkpoint
+from resin.models.norm import RMSNorm
 from resin.models.registry import open_checkpoint
 from resin.models.routers import Router
 from resin.models.weights import Progress
@@ -183,8 +185,8 @@ class BalancedRouter(Router):
         self.router = router
         self.experts = experts
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        _, weights = self.router(x)
+    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+        _, weights = self.router.route(context, x, norm)
         tokens, choices = weights.shape
         turn = jnp.arange(tokens * choices, dtype=jnp.int32).reshape(tokens, choices)
-        return turn % self.experts, weights
+        return context.pad_experts(turn % self.experts), weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from resin.models.grouped import grouped_experts
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope, rotate
 from resin.pallas_kernels.fp8 import round_fp8
+
+if TYPE_CHECKING:
+    from resin.models.routers import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,24 @@ class Context(abc.ABC):
             out = self.sum_tp(out)
         return out if residual is None else residual + out
 
+    def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+        """The experts of `norm(x)`, in as few kernels as the platform allows.
+
+        Args:
+            router: scores and chooses.
+            x: [T, hidden].
+            norm: of x before the scores; None for none.
+
+        Returns:
+            Experts int32 [T, k], as `pad_experts` leaves them, and their weights float32 [T, k].
+        """
+        experts, weights = router(x if norm is None else norm(x))
+        return self.pad_experts(experts), weights
+
+    def pad_experts(self, experts: jax.Array) -> jax.Array:
+        """int32 [T, k]: padding takes the first token's experts, so that it reads none that nobody else does."""
+        return jnp.where(self.live_tokens()[:, None], experts, experts[:1])
+
     def mix_experts(
         self,
         x: jax.Array,
@@ -208,19 +230,29 @@ class Context(abc.ABC):
         count: int,
         apply: Callable[[jax.Array, jax.Array], jax.Array],
         matrices: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Each token's experts, weighted and summed; padding costs nothing.
+        """`residual` plus the weighted sum of each token's experts over `norm(x)`; padding costs nothing.
 
         Args:
             x: [T, hidden].
-            experts: int32 [T, k], this device's share numbered from 0; others contribute nothing.
+            experts: int32 [T, k], as `route` gives them: numbered over all devices.
             weights: float32 [T, k].
             count: experts of this device.
             apply: maps an expert (int32 scalar) and rows [M, hidden] to [M, hidden].
             matrices: the same function as `[E, hidden, 2 I]` and `[E, I, hidden]`, if it is a silu-gated layer without
                 biases.
+            norm: of x before the experts.
+            residual: [T, hidden] added at the end.
         """
-        return grouped_experts(x, jnp.where(self.live_tokens()[:, None], experts, -1), weights, count, apply)
+        x = x if norm is None else norm(x)
+        if self.tp > 1:
+            experts = experts - lax.axis_index("tp") * count
+        experts = jnp.where(self.live_tokens()[:, None], experts, -1)
+        out = self.sum_tp(grouped_experts(x, experts, weights, count, apply))
+        return out if residual is None else residual + out
 
     @abc.abstractmethod
     def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:

@@ -183,14 +183,11 @@ class MixtureOfExperts(nnx.Module):
     ) -> jax.Array:
         """`residual + experts(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("experts"):
-            x = x if norm is None else norm(x)
-            chosen, weights = self.router(x)
-            if context.tp > 1:
-                chosen = chosen - lax.axis_index("tp") * self.share
-            out = context.sum_tp(
-                context.mix_experts(x, chosen, weights, self.share, self._apply, self._plain_matrices())
+            chosen, weights = self.router.route(context, x, norm)
+            matrices = self._plain_matrices()
+            return context.mix_experts(
+                x, chosen, weights, self.share, self._apply, matrices, norm=norm, residual=residual
             )
-            return out if residual is None else residual + out
 
     def _plain_matrices(self) -> tuple[jax.Array, jax.Array] | None:
         """What a kernel for silu-gated experts takes, if these are such."""

@@ -14,11 +14,19 @@ from jax import lax
 from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
+from resin.models.routers import Router
 from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.heads import NewTokens
-from resin.pallas_kernels.table import Backend, Kernels, pick_kernels, takes_dense_kernel, takes_heads_kernel
+from resin.pallas_kernels.table import (
+    Backend,
+    Kernels,
+    pick_kernels,
+    takes_dense_kernel,
+    takes_heads_kernel,
+    takes_route_kernel,
+)
 from resin.plan import (
     CacheGeometry,
     CacheGroup,
@@ -214,6 +222,25 @@ class PagedContext(Context):
         self._keep_counters("dense", counters)
         return out
 
+    def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+        tokens, rule = x.shape[0], router.rule
+        fits = rule is not None and takes_route_kernel(tokens, router.gate.shape[1]) and x.dtype == jnp.bfloat16
+        if self._is_reference or not fits or not _kernels_take(norm) or self.tp > 1:
+            return super().route(router, x, norm)
+        experts, weights, counters = self._kernels.route_tokens(
+            x,
+            router.gate[...],
+            rule=rule,
+            norm=None if norm is None else norm.weight[...],
+            eps=1e-6 if norm is None else norm.eps,
+            bias=None if router.bias is None else router.bias[...],
+            selection_bias=None if router.selection_bias is None else router.selection_bias[...],
+            live=None if tokens == 1 else self.columns["header"][1:2],
+            counters=self._zero_counters("dense", 1),
+        )
+        self._keep_counters("dense", counters)
+        return experts, weights
+
     def mix_experts(
         self,
         x: jax.Array,
@@ -222,12 +249,23 @@ class PagedContext(Context):
         count: int,
         apply: Callable[[jax.Array, jax.Array], jax.Array],
         matrices: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
         if self._is_reference or matrices is None or x.dtype != jnp.bfloat16 or self.tp > 1:
-            return super().mix_experts(x, experts, weights, count, apply, matrices)
-        # Padding takes the first token's experts, so that it reads none that nobody else does.
-        experts = jnp.where(self.live_tokens()[:, None], experts, experts[:1])
-        return self._kernels.expert_ffn(x, experts, weights, *matrices)
+            return super().mix_experts(x, experts, weights, count, apply, matrices, norm=norm, residual=residual)
+        if norm is not None and not _kernels_take(norm):
+            x, norm = norm(x), None
+        return self._kernels.expert_ffn(
+            x,
+            experts,
+            weights,
+            *matrices,
+            norm=None if norm is None else norm.weight[...],
+            eps=1e-6 if norm is None else norm.eps,
+            residual=residual,
+        )
 
     def _zero_counters(self, kernel: str, least: int) -> jax.Array | None:
         """Zeros that a kernel's programs count in and leave as zeros; one array serves all layers."""

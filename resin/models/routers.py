@@ -7,29 +7,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from resin.models.context import Context
 from resin.models.declare import BIAS, Placement, Transposed, declare
+from resin.models.norm import RMSNorm
+from resin.pallas_kernels.route import RouteRule, choose_experts
 
 
 class Router(nnx.Module):
-    """Scores every expert for every token, in float32.
+    """Scores every expert for every token, in float32, and chooses by a rule.
 
     Args:
         placement: dtype and mesh.
         name: checkpoint prefix of the scoring product.
+        rule: how it chooses and weighs; a router that follows none overrides `__call__`.
         hidden: width of the residual stream.
         experts: E.
-        top_k: k.
         bias: add a bias to the scores.
+        selection_bias: checkpoint name of the bias that counts for the choice alone; None for none.
+
+    Raises:
+        InvalidRequest: the rule cannot be followed.
     """
 
     def __init__(
-        self, placement: Placement, name: str, *, hidden: int, experts: int, top_k: int, bias: bool = False
+        self,
+        placement: Placement,
+        name: str,
+        *,
+        rule: RouteRule | None,
+        hidden: int,
+        experts: int,
+        bias: bool = False,
+        selection_bias: str | None = None,
     ) -> None:
+        if rule is not None:
+            rule.check(experts, has_selection_bias=selection_bias is not None)
+        self.rule = rule
         self.gate = declare((hidden, experts), placement, f"{name}.weight", assembly=Transposed())
         self.bias = declare((experts,), placement, f"{name}.bias", init=BIAS) if bias else None
-        self.top_k = top_k
+        self.selection_bias = (
+            declare((experts,), placement, selection_bias, dtype="float32", init=BIAS)
+            if selection_bias is not None
+            else None
+        )
 
     def scores(self, x: jax.Array) -> jax.Array:
         """float32 [T, E]."""
@@ -37,28 +58,29 @@ class Router(nnx.Module):
         return scores if self.bias is None else scores + self.bias[...].astype(jnp.float32)[None, :]
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Experts int32 [T, k] and their weights float32 [T, k]; equal scores take the lowest expert."""
-        raise NotImplementedError
+        """Experts int32 [T, k] and their weights float32 [T, k]; equal shares take the lowest expert."""
+        if self.rule is None:
+            raise NotImplementedError
+        bias = None if self.selection_bias is None else self.selection_bias[...]
+        return choose_experts(self.scores(x), self.rule, bias)
+
+    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+        """The same of `norm(x)` within a pass, which knows the platform's kernels and the padding."""
+        return context.route(self, x, norm)
 
 
 class SoftmaxRouter(Router):
     """Softmax over all experts, then the k largest; their weights sum to 1 if `renormalise`."""
 
-    def __init__(self, placement: Placement, name: str, *, renormalise: bool, **sizes: Any) -> None:
-        super().__init__(placement, name, **sizes)
-        self.renormalise = renormalise
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights, experts = lax.top_k(jax.nn.softmax(self.scores(x), axis=-1), self.top_k)
-        return experts, weights / weights.sum(axis=-1, keepdims=True) if self.renormalise else weights
+    def __init__(self, placement: Placement, name: str, *, top_k: int, renormalise: bool, **sizes: Any) -> None:
+        super().__init__(placement, name, rule=RouteRule(top_k, renormalise=renormalise), **sizes)
 
 
 class TopKSoftmaxRouter(Router):
     """The k largest scores, then softmax over these alone."""
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores, experts = lax.top_k(self.scores(x), self.top_k)
-        return experts, jax.nn.softmax(scores, axis=-1)
+    def __init__(self, placement: Placement, name: str, *, top_k: int, **sizes: Any) -> None:
+        super().__init__(placement, name, rule=RouteRule(top_k, renormalise=True), **sizes)
 
 
 class SigmoidRouter(Router):
@@ -71,29 +93,7 @@ class SigmoidRouter(Router):
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        name: str,
-        *,
-        selection_bias: str | None,
-        renormalise: bool,
-        scaling: float,
-        **sizes: Any,
+        self, placement: Placement, name: str, *, top_k: int, renormalise: bool, scaling: float, **sizes: Any
     ) -> None:
-        super().__init__(placement, name, **sizes)
-        self.selection_bias = (
-            declare((sizes["experts"],), placement, selection_bias, dtype="float32", init=BIAS)
-            if selection_bias is not None
-            else None
-        )
-        self.renormalise = renormalise
-        self.scaling = scaling
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = jax.nn.sigmoid(self.scores(x))
-        biased = scores if self.selection_bias is None else scores + self.selection_bias[...][None, :]
-        _, experts = lax.top_k(biased, self.top_k)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.renormalise:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-6)
-        return experts, weights * self.scaling
+        rule = RouteRule(top_k, "sigmoid", renormalise=renormalise, scaling=scaling)
+        super().__init__(placement, name, rule=rule, **sizes)

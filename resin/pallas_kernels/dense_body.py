@@ -31,9 +31,9 @@ from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
 
 
 class ColumnBlock(NamedTuple):
-    """The columns of one program: their block, `[block_columns]` places in W, and which are real if not all are."""
+    """The columns of one program: the number of their block, `[block_columns]` places in W, and which are real if not all are."""
 
-    index: jax.Array
+    number: jax.Array
     column: jax.Array
     real: jax.Array | None
 
@@ -173,7 +173,7 @@ def _call(spec: ProductSpec, finish: Finish, shapes, operands: Operands, counter
 
 def _kernel(*refs, spec: ProductSpec, finish: Finish, structure, results: int):
     # Counters and what is updated come as inputs too, aliased to outputs.
-    operands, _ = jax.tree.unflatten(structure, refs[: structure.num_leaves])
+    operands = jax.tree.unflatten(structure, refs[: structure.num_leaves])[0]
     outputs = refs[structure.num_leaves :]
     kept = outputs[:results] if operands.updated is None else (*outputs[:results], outputs[-1])
     index, split = pl.program_id(0), pl.program_id(1)

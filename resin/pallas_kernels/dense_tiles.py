@@ -87,3 +87,18 @@ def choose_head_tiles(rows: int, inner: int, joined: int, width: int) -> DenseTi
     steps = -(-inner // tiles.block_inner)
     most = steps if tiles.vector else steps // tiles.num_stages
     return replace(tiles, block_columns=columns, splits=max(1, min(programs // joined, most)))
+
+
+def choose_route_tiles(rows: int, inner: int, experts: int) -> DenseTiles:
+    """All experts in one block, K split over 32 programs, or fewer where more rows make the parts large.
+
+    Args:
+        rows, inner, experts: M, K and E.
+    """
+    columns = max(16, pl.next_power_of_2(experts))
+    vector = rows <= VECTOR_SUMS
+    block_inner = max(16, min(64, 8192 // columns))  # the vector path's sums are in registers
+    splits = min(32 if vector else 16 if rows <= MIN_ROWS else 8, pl.next_power_of_2(-(-inner // block_inner)))
+    # The last program holds all scores: 32 registers of each of its threads.
+    num_warps = max(4, min(16, pl.next_power_of_2(rows) * columns // 1024))
+    return DenseTiles(columns, block_inner, splits, num_warps, num_stages=3, vector=vector)

@@ -1,13 +1,16 @@
 """Mixture-of-experts feed-forward in bfloat16: out[t] = sum_k weight[t, k] * down_e(act(gate_e x[t]) * up_e x[t]).
 
 Two grouped products (gate and up with the activation; down with the routing weight) around one array of
-(token, choice) pairs, then a sum over the choices: three kernels beside the router's. T tokens, E experts, k choices a
-token, P = T * k pairs. Only experts that some token chose are read.
+(token, choice) pairs, then a sum over the choices and the residual: three kernels beside the router's. T tokens,
+E experts, k choices a token, P = T * k pairs. Only experts that some token chose are read.
 
 Few pairs (decode): grid (column blocks, min(P, E)). A program takes the expert of its slot, finds that expert's pairs
 by scanning all P ids in registers, and stops if an earlier slot has the same expert: no sort, no lists in memory.
 Many pairs (prefill): pairs are sorted by expert outside and cut into row tiles of one expert each; grid (column blocks,
 tiles).
+
+With few pairs the norm costs no pass of its own: as in `dense_body`, a program scales x on the way in, sums its squares
+beside the product and divides at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.dense_body import normalise
 from resin.pallas_kernels.dense_small import Gate, activate
 from resin.pallas_kernels.tiles import tile_dot
 
@@ -67,9 +71,12 @@ def expert_ffn(
     down: jax.Array,
     *,
     gate: Gate = "silu",
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    residual: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """The chosen experts' gated feed-forward of every token, weighted and added up.
+    """The chosen experts' gated feed-forward of every normalised token, weighted, added up and added to the residual.
 
     Args:
         x: `[T, D]`.
@@ -78,6 +85,9 @@ def expert_ffn(
         gate_up: `[E, D, 2 F]`, gate columns then up columns.
         down: `[E, F, D]`.
         gate: activation of the gate half.
+        norm: `[D]` weight of the RMSNorm before the experts; None for no norm.
+        eps: added to the mean square.
+        residual: `[T, D]` added to the result; None for none.
         interpret: run the kernel bodies in Pallas' interpreter.
 
     Returns:
@@ -88,9 +98,12 @@ def expert_ffn(
     ids, weights = expert_ids.reshape(pairs), expert_weights.reshape(pairs).astype(jnp.float32)
     scan = pairs <= SCAN_PAIRS
     first, second = (SCAN_TILES, SCAN_TILES_DOWN) if scan else (SORTED_TILES, SORTED_TILES_DOWN)
-    inner = grouped_product(x, gate_up, ids, choices, first, gate=gate, interpret=interpret)
+    if not scan:
+        x, norm = normalise(x, norm, eps), None
+    inner = grouped_product(x, gate_up, ids, choices, first, gate=gate, norm=norm, eps=eps, interpret=interpret)
     out = grouped_product(inner, down, ids, 1, second, scale=weights, interpret=interpret)
-    return out.reshape(tokens, choices, -1).sum(axis=1, dtype=jnp.float32).astype(x.dtype)
+    total = out.reshape(tokens, choices, -1).sum(axis=1, dtype=jnp.float32)
+    return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
 
 
 def grouped_product(
@@ -102,9 +115,11 @@ def grouped_product(
     *,
     gate: Gate | None = None,
     scale: jax.Array | None = None,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
     interpret: bool = False,
 ) -> jax.Array:
-    """`out[p] = f(x[p // pairs_per_row] @ weight[ids[p]])` for every pair.
+    """`out[p] = f(rmsnorm(x[p // pairs_per_row]) @ weight[ids[p]])` for every pair.
 
     Args:
         x: `[P / pairs_per_row, K]`.
@@ -114,6 +129,8 @@ def grouped_product(
         tiles: how the work is cut; more than 16 rows sort the pairs first.
         gate: the result is `activation(gate) * up`.
         scale: float32 `[P]` factor of each result.
+        norm: `[K]` weight of the RMSNorm before the product; None for no norm.
+        eps: added to the mean square.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
@@ -128,12 +145,14 @@ def grouped_product(
         pairs_per_row=pairs_per_row,
         gate=gate,
         has_scale=scale is not None,
+        has_norm=norm is not None,
+        eps=eps,
         tiles=tiles,
         scan=ids.shape[0] <= SCAN_PAIRS,
         interpret=interpret,
     )
     lists = (ids,) if spec.scan else tuple(sort_pairs(ids, experts, tiles.rows))
-    return _call(spec, x, weight, lists, scale)
+    return _call(spec, x, weight, lists, scale, norm)
 
 
 def sort_pairs(ids: jax.Array, experts: int, tile_rows: int) -> SortedPairs:
@@ -162,6 +181,8 @@ class _Spec:
     pairs_per_row: int
     gate: Gate | None
     has_scale: bool
+    has_norm: bool
+    eps: float
     tiles: GroupedTiles
     scan: bool
     interpret: bool
@@ -173,9 +194,9 @@ class _Spec:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _call(spec: _Spec, x, weight, lists, scale):
+def _call(spec: _Spec, x, weight, lists, scale, norm):
     """The kernel call. Nested jit: the layers of a model trace and lower it once."""
-    inputs = [x, weight, *lists, *([] if scale is None else [scale])]
+    inputs = jax.tree.leaves((x, weight, lists, scale, norm))
     programs = min(spec.pairs, spec.experts) if spec.scan else lists[2].shape[0]
     return pl.pallas_call(
         functools.partial(_scan_kernel if spec.scan else _sorted_kernel, spec=spec),
@@ -188,7 +209,6 @@ def _call(spec: _Spec, x, weight, lists, scale):
 
 
 def _scan_kernel(x_ref, weight_ref, ids_ref, *refs, spec: _Spec):
-    scale_ref = refs[0] if spec.has_scale else None
     block, slot = pl.program_id(0), pl.program_id(1)
     pair = jnp.arange(pl.next_power_of_2(spec.pairs), dtype=jnp.int32)
     ids = plgpu.load(ids_ref.at[pair], mask=pair < spec.pairs, other=-1)
@@ -204,14 +224,13 @@ def _scan_kernel(x_ref, weight_ref, ids_ref, *refs, spec: _Spec):
         def tile(index, _):
             wanted = index * spec.tiles.rows + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
             found = jnp.sum(jnp.where(rank[None, :] == wanted[:, None], pair[None, :], 0), axis=1)
-            _product(x_ref, weight_ref, scale_ref, refs[-1], expert, found, wanted < count, block, spec)
+            _product(x_ref, weight_ref, refs, expert, found, wanted < count, block, spec)
             return _
 
         lax.fori_loop(0, pl.cdiv(count, spec.tiles.rows), tile, 0)
 
 
 def _sorted_kernel(x_ref, weight_ref, pairs_ref, count_ref, expert_ref, start_ref, end_ref, *refs, spec: _Spec):
-    scale_ref = refs[0] if spec.has_scale else None
     block, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(tile < count_ref[0])
@@ -219,11 +238,14 @@ def _sorted_kernel(x_ref, weight_ref, pairs_ref, count_ref, expert_ref, start_re
         place = start_ref[tile] + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
         live = place < end_ref[tile]
         pair = plgpu.load(pairs_ref.at[place], mask=live, other=0)
-        _product(x_ref, weight_ref, scale_ref, refs[-1], expert_ref[tile], pair, live, block, spec)
+        _product(x_ref, weight_ref, refs, expert_ref[tile], pair, live, block, spec)
 
 
-def _product(x_ref, weight_ref, scale_ref, out_ref, expert, pair, live, block, spec: _Spec) -> None:
+def _product(x_ref, weight_ref, refs, expert, pair, live, block, spec: _Spec) -> None:
     """One row tile times one column block of an expert's weight, to the rows `pair` of the result."""
+    *rest, out_ref = refs
+    scale_ref = rest.pop(0) if spec.has_scale else None
+    norm_ref = rest.pop(0) if spec.has_norm else None
     tiles = spec.tiles
     column = block * tiles.block_columns + jnp.arange(tiles.block_columns, dtype=jnp.int32)
     row = pair // spec.pairs_per_row
@@ -231,10 +253,16 @@ def _product(x_ref, weight_ref, scale_ref, out_ref, expert, pair, live, block, s
     whole = spec.inner % tiles.block_inner == 0
     exact = whole and spec.columns % tiles.block_columns == 0
 
-    def step(index, sums):
+    def step(index, carry):
+        squares, *sums = carry
         inner = index * tiles.block_inner + jnp.arange(tiles.block_inner, dtype=jnp.int32)
         held = inner < spec.inner
         x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=live[:, None] & held[None, :], other=0)
+        if norm_ref is not None:
+            wide = x.astype(jnp.float32)
+            squares = squares + jnp.sum(wide * wide, axis=1)
+            factor = plgpu.load(norm_ref.at[inner], mask=held, other=0).astype(jnp.float32)
+            x = (wide * factor[None, :]).astype(x.dtype)
         mask = None if exact else held[:, None] & (column < spec.columns)[None, :]
         other = None if exact else 0
         starts = [part * spec.columns for part in range(parts)]
@@ -242,10 +270,14 @@ def _product(x_ref, weight_ref, scale_ref, out_ref, expert, pair, live, block, s
             plgpu.load(weight_ref.at[expert, inner[:, None], start + column[None, :]], mask=mask, other=other)
             for start in starts
         ]
-        return tuple(total + tile_dot(x, weight) for total, weight in zip(sums, loaded, strict=True))
+        return squares, *(total + tile_dot(x, weight) for total, weight in zip(sums, loaded, strict=True))
 
-    zeros = tuple(jnp.zeros((tiles.rows, tiles.block_columns), jnp.float32) for _ in range(parts))
-    sums = lax.fori_loop(0, -(-spec.inner // tiles.block_inner), step, zeros)
+    zeros = [jnp.zeros((tiles.rows, tiles.block_columns), jnp.float32)] * parts
+    start = jnp.zeros((tiles.rows,), jnp.float32), *zeros
+    squares, *sums = lax.fori_loop(0, -(-spec.inner // tiles.block_inner), step, start)
+    if norm_ref is not None:
+        factor = lax.rsqrt(squares / spec.inner + spec.eps)[:, None]
+        sums = [total * factor for total in sums]
     out = sums[0] if spec.gate is None else activate(spec.gate, sums[0]) * sums[1]
     if scale_ref is not None:
         out = out * plgpu.load(scale_ref.at[pair], mask=live, other=0.0)[:, None]
@@ -262,8 +294,12 @@ def expert_ffn_ref(
     down: jax.Array,
     *,
     gate: Gate = "silu",
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """The same in plain XLA: every expert over every token, masked by its weight. Arguments as in `expert_ffn`."""
+    x = normalise(x, norm, eps)
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     experts = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
     share = jnp.sum(jnp.where(expert_ids[None] == experts[:, None, None], expert_weights[None], 0.0), axis=2)
@@ -277,4 +313,4 @@ def expert_ffn_ref(
         return total + weight[:, None] * out, None
 
     total, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), (gate_up, down, share))
-    return total.astype(x.dtype)
+    return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)

@@ -117,13 +117,13 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
     (q_ref, arena_ref), (new, planes_ref), heads = results, operands.extras, spec.heads
     token = jnp.arange(sums[0].shape[0], dtype=jnp.int32)
     lanes = jnp.arange(sums[0].shape[1], dtype=jnp.int32)
-    head = jnp.full_like(token, block.index)
+    head = jnp.full_like(token, block.number)
     inside = (token < heads.tokens)[:, None] & (lanes < heads.half)[None, :]
     low, high = (half.astype(q_ref.dtype) for half in sums)
     low, high = halves = turn_heads((low, high), token, head, inside, new, heads)
-    asked = inside & heads.is_query(block.index)
+    asked = inside & heads.is_query(block.number)
     for start, value in ((0, low), (heads.half, high)):
-        plgpu.store(q_ref.at[token[:, None], block.index, start + lanes[None, :]], value, mask=asked)
+        plgpu.store(q_ref.at[token[:, None], block.number, start + lanes[None, :]], value, mask=asked)
     append_heads(arena_ref, halves, token, head, inside, new, planes_ref, heads)
 
 

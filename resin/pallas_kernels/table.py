@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+from jax.experimental import pallas as pl
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
@@ -20,6 +21,7 @@ from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_deco
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.route import route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 
 # Most rows for which `dense_small` is faster than XLA's product and the kernels that surround it, by what it takes in
@@ -31,6 +33,8 @@ HEADS_KERNEL_ROWS = 32
 # Above `DENSE_KERNEL_ROWS` smaller weights are XLA's: a 0.6B model's step of 32 rows took 2.10 ms with its products and
 # 2.30 with ours.
 MANY_ROWS_WEIGHTS = 1 << 23
+# Most tokens of `route_tokens`, and most scores, tokens counted as powers of two: one program chooses for all of them.
+ROUTE_ROWS, ROUTE_SCORES = 64, 1 << 14
 
 
 class Backend(enum.Enum):
@@ -58,6 +62,7 @@ class Kernels:
     rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
     project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    route_tokens: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]
 
@@ -83,6 +88,7 @@ def pick_kernels(
             rope_append_ref,
             dense_small_ref,
             project_heads_ref,
+            route_tokens_ref,
             expert_ffn_ref,
             sample_tokens_ref,
         )
@@ -96,6 +102,7 @@ def pick_kernels(
         functools.partial(rope_append, interpret=interpret),
         functools.partial(dense_small, interpret=interpret),
         functools.partial(project_heads, interpret=interpret),
+        functools.partial(route_tokens, interpret=interpret),
         functools.partial(expert_ffn, interpret=interpret),
         functools.partial(sample_tokens, interpret=interpret),
     )
@@ -110,3 +117,8 @@ def takes_dense_kernel(rows: int, weights: int, *, is_gated: bool, has_residual:
 def takes_heads_kernel(rows: int, weights: int) -> bool:
     """Whether a QKV product is `project_heads`', not XLA's with `rope_append` after it."""
     return rows <= DENSE_KERNEL_ROWS or (rows <= HEADS_KERNEL_ROWS and weights >= MANY_ROWS_WEIGHTS)
+
+
+def takes_route_kernel(rows: int, experts: int) -> bool:
+    """Whether a router of this many tokens and experts is `route_tokens`', not XLA's."""
+    return rows <= ROUTE_ROWS and pl.next_power_of_2(rows) * pl.next_power_of_2(experts) <= ROUTE_SCORES
