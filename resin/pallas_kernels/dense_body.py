@@ -31,7 +31,7 @@ from resin.pallas_kernels.tiles import MIN_ROWS, tile_dot
 
 
 class ColumnBlock(NamedTuple):
-    """The columns of one program: the number of their block, `[block_columns]` places in W, and which are real if not all are."""
+    """The columns of one program: their block, `[block_columns]` places in W, and which are real if not all are."""
 
     number: jax.Array
     column: jax.Array

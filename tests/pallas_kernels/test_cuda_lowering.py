@@ -14,6 +14,7 @@ from resin.pallas_kernels.paged_decode import paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.project_heads import project_heads
 from resin.pallas_kernels.rope_append import rope_append
+from resin.pallas_kernels.route import RouteRule, route_tokens
 from resin.pallas_kernels.sampling import Draw, sample_tokens
 from tests.pallas_kernels.cuda_lowering import compile_for_gpu, lower_for_cuda
 
@@ -83,7 +84,20 @@ def heads_call(rows: int, heads: int, kv_heads: int, width: int, norms: bool = F
     return function, (Array((rows, 4096), BF16), weight, Array((4096,), BF16), new, arena)
 
 
-def experts_call(tokens: int):
+def route_call(rows: int, inner: int, experts: int, rule: RouteRule):
+    def function(x, gate, norm, bias, live):
+        biases = {"selection_bias" if rule.share == "sigmoid" else "bias": bias}
+        return route_tokens(x, gate, rule=rule, norm=norm, live=live, **biases)[:2]
+
+    arrays = Array((rows, inner), BF16), Array((inner, experts), BF16), Array((inner,), BF16)
+    return function, (*arrays, Array((experts,), FLOAT), Array((1,), INT))
+
+
+def experts_call(tokens: int, around: bool = False):
+    if around:
+        function, arrays = experts_call(tokens)
+        call = lambda x, *rest: function(x, *rest[:-1], norm=rest[-1], residual=x)  # noqa: E731
+        return call, (*arrays, Array((2048,), BF16))
     ids, weights = Array((tokens, 8), INT), Array((tokens, 8), FLOAT)
     matrices = Array((128, 2048, 1536), BF16), Array((128, 768, 2048), BF16)
     return expert_ffn, (Array((tokens, 2048), BF16), ids, weights, *matrices)
@@ -94,6 +108,7 @@ def sampling_call(rows: int, vocab: int):
     return sample_tokens, (Array((rows, vocab), FLOAT), Draw(floats, ints, floats, floats, ints, ints, ints))
 
 
+SOFTMAX = RouteRule(8, renormalise=True)
 CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
     **{f"prefill {name}": partial(attention_call, paged_prefill_attention, name, 2048) for name in ATTENTION},
@@ -112,6 +127,14 @@ CALLS = {
     "heads 32 rows": partial(heads_call, 32, 32, 8, 128, norms=True),
     "heads 64 rows fp8": partial(heads_call, 64, 16, 1, 96, fp8_scale=1.0),
     "heads 16 rows wide": partial(heads_call, 16, 8, 4, 256, norms=True),
+    "route 1 token": partial(route_call, 1, 2048, 128, SOFTMAX),
+    "route 2 tokens": partial(route_call, 2, 2048, 128, SOFTMAX),
+    "route 4 tokens": partial(route_call, 4, 2880, 32, RouteRule(4, renormalise=True)),
+    "route 16 tokens": partial(route_call, 16, 2048, 60, RouteRule(4, "sigmoid", renormalise=True, scaling=2.5)),
+    "route 32 tokens": partial(route_call, 32, 2048, 128, SOFTMAX),
+    "route 64 tokens": partial(route_call, 64, 2048, 256, SOFTMAX),
+    "experts 1 token with norm": partial(experts_call, 1, around=True),
+    "experts 64 tokens with norm": partial(experts_call, 64, around=True),
     "experts 1 token": partial(experts_call, 1),
     "experts 64 tokens": partial(experts_call, 64),
     "experts 4096 tokens": partial(experts_call, 4096),
@@ -146,4 +169,4 @@ def test_compiles_within_its_means(name, arch):
     for module in lower_for_cuda(function, *arguments, arch=arch):
         compiled = compile_for_gpu(module, arch)
         assert compiled.shared_bytes <= SHARED_BYTES
-        assert compiled.spilled_bytes <= SPILLED_BYTES
+        assert compiled.spilled_bytes <= (0 if "prefill" not in name else SPILLED_BYTES)

@@ -12,6 +12,7 @@ from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
 from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.route import RouteRule, route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 from resin.pallas_kernels.table import pick_kernels
 from tests.pallas_kernels.grid import (
@@ -163,16 +164,60 @@ def test_dense(rows, inner, columns, gate):
     assert relative_error(out, np.asarray(expected, np.float64)) < BF16_ERROR
 
 
-@pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 32, 4), (33, 16, 2), (300, 8, 4)])
-def test_experts(tokens, experts, choices):
+@pytest.mark.parametrize(
+    "rule", [RouteRule(8), RouteRule(8, renormalise=True), RouteRule(4, "sigmoid", True, 2.5)], ids=str
+)
+@pytest.mark.parametrize(
+    ("rows", "inner", "experts"), [(1, 2048, 128), (2, 2880, 32), (7, 2048, 60), (33, 2048, 128), (64, 1000, 256)]
+)
+def test_route(rows, inner, experts, rule):
+    """Weights against the reference; ids by the scores behind them, because near ties may fall either way."""
     keys = jax.random.split(jax.random.key(fresh_seed()), 4)
+    x = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
+    gate = jax.random.normal(keys[1], (inner, experts), jnp.bfloat16) * inner**-0.5
+    norm = 1 + jax.random.normal(keys[2], (inner,), jnp.bfloat16) / 4
+    bias = jax.random.normal(keys[3], (experts,), jnp.float32) / 8
+    biases = {"selection_bias" if rule.share == "sigmoid" else "bias": bias}
+    call = {"rule": rule, "norm": norm, **biases, "live": jnp.array([rows], jnp.int32)}
+    counters = jnp.zeros(4, jnp.int32)
+    poison_memory()
+    kernel = jax.jit(functools.partial(route_tokens, **call))
+    for _ in range(3):
+        ids, weights, counters = kernel(x, gate, counters=counters)
+    expected_ids, expected, _ = jax.jit(functools.partial(route_tokens_ref, **call))(x, gate)
+    assert not np.any(counters)
+    ids, chosen = np.sort(np.asarray(ids), axis=1), np.sort(np.asarray(expected_ids), axis=1)
+    assert (np.diff(ids, axis=1) > 0).all() and ids.min() >= 0 and ids.max() < experts
+    assert (ids == chosen).mean() > 0.95
+    assert relative_error(np.sort(weights, axis=1), np.sort(np.asarray(expected, np.float64), axis=1)) < 2 * BF16_ERROR
+
+
+def test_route_takes_equal_scores_and_padding_as_the_reference():
+    x = jnp.eye(16, 256, dtype=jnp.bfloat16)
+    gate = bfloat(np.random.default_rng(fresh_seed()).integers(0, 3, (256, 128)))
+    call = {"rule": RouteRule(8), "live": jnp.array([11], jnp.int32)}
+    for rows in (1, 2, 16):
+        ids, _, _ = jax.jit(functools.partial(route_tokens, **call))(x[:rows], gate)
+        expected, _, _ = jax.jit(functools.partial(route_tokens_ref, **call))(x[:rows], gate)
+        np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 32, 4), (33, 16, 2), (300, 8, 4)])
+def test_experts(tokens, experts, choices, around):
+    """`around`: with a norm before and a residual after."""
+    keys = jax.random.split(jax.random.key(fresh_seed()), 6)
     weights, ids = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[0], (tokens, experts))), choices)
     x = jax.random.normal(keys[1], (tokens, 512), jnp.bfloat16)
     gate_up = jax.random.normal(keys[2], (experts, 512, 2 * 384), jnp.bfloat16) * 512**-0.5
     down = jax.random.normal(keys[3], (experts, 384, 512), jnp.bfloat16) * 384**-0.5
     columns = (x, ids.astype(jnp.int32), weights, gate_up, down)
+    call = {}
+    if around:
+        norm = 1 + jax.random.normal(keys[4], (512,), jnp.bfloat16) / 4
+        call = {"norm": norm, "residual": jax.random.normal(keys[5], x.shape, jnp.bfloat16)}
     poison_memory()
-    out, expected = jax.jit(expert_ffn)(*columns), jax.jit(expert_ffn_ref)(*columns)
+    out, expected = (jax.jit(functools.partial(each, **call))(*columns) for each in (expert_ffn, expert_ffn_ref))
     assert relative_error(out, np.asarray(expected, np.float64)) < 2 * BF16_ERROR
 
 

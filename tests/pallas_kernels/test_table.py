@@ -5,7 +5,7 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.paged_decode import paged_decode_attention_ref
-from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel, takes_heads_kernel
+from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel, takes_heads_kernel, takes_route_kernel
 
 
 def test_platforms():
@@ -44,3 +44,8 @@ def test_products_of_many_rows_are_xlas():
     assert taken(SMALL, is_gated=False, has_residual=True) == [1, 16]
     assert [rows for rows in ROWS if takes_heads_kernel(rows, LARGE)] == [1, 16, 32]
     assert [rows for rows in ROWS if takes_heads_kernel(rows, SMALL)] == [1, 16]
+
+
+def test_routers_of_many_tokens_are_xlas():
+    assert [rows for rows in ROWS if takes_route_kernel(rows, 128)] == [1, 16, 32, 64]
+    assert [rows for rows in ROWS if takes_route_kernel(rows, 512)] == [1, 16, 32]

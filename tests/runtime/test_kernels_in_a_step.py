@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 
-from resin.plan import SamplingParams
-from tests.runtime.tiny_runner import build_tiny, builder_for
+from resin.models.families import find_model_class
+from resin.models.testing import TINY_CONFIGS
+from resin.pallas_kernels.table import Backend
+from resin.plan import ArenaSpec, Phase, SamplingParams, plan_layout
+from resin.runtime.executable import run_step
+from resin.runtime.load import build_spec
+from resin.runtime.mesh import build_mesh
+from resin.runtime.program_kind import ProgramKind
+from tests.runtime.tiny_runner import build_tiny, builder_for, tiny_options
 
+LFM2_MOE_LAYERS = TINY_CONFIGS["lfm2_moe"]["num_hidden_layers"] - TINY_CONFIGS["lfm2_moe"]["num_dense_layers"]
 LOGPROBS = SamplingParams(temperature=0, logprobs=5)
 
 
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
-    [pytest.param("llama", None, marks=pytest.mark.slow), ("qwen3", None), ("qwen3", "float8_e4m3fn")],
+    [
+        pytest.param("llama", None, marks=pytest.mark.slow),
+        ("qwen3", None),
+        ("qwen3", "float8_e4m3fn"),
+        ("qwen3_moe", None),
+    ]
+    + [pytest.param(family, None, marks=pytest.mark.slow) for family in ("lfm2_moe", "gpt_oss")],
 )
 def test_interpreted_kernels_agree_with_the_references(family: str, kv_dtype: str | None) -> None:
     prompts = [np.random.default_rng(n).integers(3, 256, n).tolist() for n in (5, 17)]
@@ -45,3 +64,38 @@ def test_interpreted_kernels_agree_with_the_references(family: str, kv_dtype: st
         assert np.allclose(reference.top_logprobs, interpreted.top_logprobs, rtol=0.015, atol=0.05)
         clear = reference.top_logprobs[:, 0] - reference.top_logprobs[:, 1] > 0.2
         assert np.array_equal(reference.token_ids[clear], interpreted.token_ids[clear])
+
+
+def primitives(jaxpr: Any) -> Iterator[str]:
+    """Names of all operations in order, with those that they hold; a kernel has a name of its own, and holds none."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield str(equation.params["name"])
+            continue
+        yield equation.primitive.name
+        held = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns"))
+        for inner in (value for value in held if hasattr(value, "eqns")):
+            yield from primitives(inner)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "products"), [("qwen3_moe", 2, 2), ("lfm2_moe", LFM2_MOE_LAYERS, 2), ("gpt_oss", 4, 0)]
+)
+def test_a_decode_layer_of_experts_is_a_router_and_two_products(family: str, layers: int, products: int) -> None:
+    """The sum over the choices and the residual are XLA's; nothing sorts. gpt-oss has the router alone."""
+    config = TINY_CONFIGS[family]
+    model_class = find_model_class(config)
+    options = tiny_options(dtype="bfloat16", cache_dtype="bfloat16")
+    spec = build_spec(model_class, model_class.Config.from_hf(config), options, build_mesh(options))
+    spec = dataclasses.replace(spec, backend=Backend.INTERPRET)
+    for bucket in (bucket for bucket in spec.config.buckets if bucket.phase is Phase.DECODE):
+        layout = plan_layout(bucket, spec.config.groups, spec.config.geometry)
+
+        def step(weights, arena, slots, buffer, masks, bucket=bucket, layout=layout):
+            return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, ProgramKind.PLAIN)
+
+        arena = ArenaSpec(8, spec.config.geometry.page_bytes, spec.config.arena_dtype)
+        names = list(primitives(jax.make_jaxpr(step)(*spec.arguments(bucket, arena)).jaxpr))
+        kernels = [name for name in names if name in ("route_tokens", "grouped_product")]
+        assert kernels == ["route_tokens", *["grouped_product"] * products] * layers
+        assert "top_k" not in names and ("sort" not in names or not products)
