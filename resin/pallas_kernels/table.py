@@ -23,6 +23,7 @@ from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.route import route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.tiles import MIN_ROWS
 
 # Most rows for which `dense_small` is faster than XLA's product and the kernels that surround it, by what it takes in
 # beside the product. Measured on an H200, us: 4096 x 28672 gated with its norm at 32 rows 55 against 60 (at 64 rows 65
@@ -33,8 +34,9 @@ HEADS_KERNEL_ROWS = 32
 # Above `DENSE_KERNEL_ROWS` smaller weights are XLA's: a 0.6B model's step of 32 rows took 2.10 ms with its products and
 # 2.30 with ours.
 MANY_ROWS_WEIGHTS = 1 << 23
-# Most tokens of `route_tokens`, and most scores, tokens counted as powers of two: one program chooses for all of them.
-ROUTE_ROWS, ROUTE_SCORES = 64, 1 << 14
+# Most tokens of `route_tokens`, and most scores of a tile: one program chooses for all tokens, and twice as many scores
+# no longer fit its registers.
+ROUTE_ROWS, ROUTE_SCORES = 64, 1 << 13
 
 
 class Backend(enum.Enum):
@@ -121,4 +123,5 @@ def takes_heads_kernel(rows: int, weights: int) -> bool:
 
 def takes_route_kernel(rows: int, experts: int) -> bool:
     """Whether a router of this many tokens and experts is `route_tokens`', not XLA's."""
-    return rows <= ROUTE_ROWS and pl.next_power_of_2(rows) * pl.next_power_of_2(experts) <= ROUTE_SCORES
+    tile_rows = max(MIN_ROWS, pl.next_power_of_2(rows))
+    return rows <= ROUTE_ROWS and tile_rows * pl.next_power_of_2(experts) <= ROUTE_SCORES

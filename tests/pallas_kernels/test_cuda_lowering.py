@@ -132,7 +132,10 @@ CALLS = {
     "route 4 tokens": partial(route_call, 4, 2880, 32, RouteRule(4, renormalise=True)),
     "route 16 tokens": partial(route_call, 16, 2048, 60, RouteRule(4, "sigmoid", renormalise=True, scaling=2.5)),
     "route 32 tokens": partial(route_call, 32, 2048, 128, SOFTMAX),
-    "route 64 tokens": partial(route_call, 64, 2048, 256, SOFTMAX),
+    "route 64 tokens": partial(route_call, 64, 2048, 128, SOFTMAX),
+    "route 2 tokens of 512 experts": partial(route_call, 2, 2048, 512, SOFTMAX),
+    "route 9 tokens of 512 experts": partial(route_call, 9, 2048, 512, SOFTMAX),
+    "route 32 tokens of 256 experts": partial(route_call, 32, 7168, 256, RouteRule(8, "sigmoid", renormalise=True)),
     "experts 1 token with norm": partial(experts_call, 1, around=True),
     "experts 64 tokens with norm": partial(experts_call, 64, around=True),
     "experts 1 token": partial(experts_call, 1),
@@ -169,4 +172,4 @@ def test_compiles_within_its_means(name, arch):
     for module in lower_for_cuda(function, *arguments, arch=arch):
         compiled = compile_for_gpu(module, arch)
         assert compiled.shared_bytes <= SHARED_BYTES
-        assert compiled.spilled_bytes <= (0 if "prefill" not in name else SPILLED_BYTES)
+        assert compiled.spilled_bytes <= (0 if name.startswith(("route", "experts")) else SPILLED_BYTES)
