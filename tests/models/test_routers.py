@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from resin.models.declare import Placement
+from resin.models.norm import RMSNorm
+from resin.models.paged import PagedContext
 from resin.models.routers import Router, SigmoidRouter, SoftmaxRouter, TopKSoftmaxRouter
+from resin.pallas_kernels.table import ROUTE_ROWS, Backend, pick_kernels
+from resin.plan import CacheGeometry, InvalidRequest, Phase
 
 SIZES = {"hidden": 4, "experts": 4, "top_k": 2}
 SCORES = np.array([[2.0, 1.0, 2.0, -1.0]], np.float32)
@@ -47,3 +52,57 @@ def test_selection_bias_chooses_but_does_not_weigh() -> None:
     sigmoid = 1 / (1 + np.exp(-SCORES[0]))
     assert experts == [3, 0]
     np.testing.assert_allclose(weights, 2.5 * sigmoid[[3, 0]] / (sigmoid[[3, 0]].sum() + 1e-6), rtol=1e-5)
+
+
+def drawn(module: nnx.Module, seed: int) -> nnx.Module:
+    graph, state = nnx.split(module)
+    leaves = [value for _, value in nnx.to_flat_state(state)]
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    values = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    return nnx.merge(graph, values)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, ROUTE_ROWS + 1])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SoftmaxRouter, {"renormalise": True}),
+        (TopKSoftmaxRouter, {"bias": True}),
+        (SigmoidRouter, {"selection_bias": "bias", "renormalise": True, "scaling": 2.5}),
+    ],
+)
+def test_a_plan_is_routed_as_by_the_router_alone(kind: type[Router], options: dict[str, object], tokens: int) -> None:
+    """One kernel for few tokens, XLA for many; the last token of several is padding."""
+    placement = Placement("bfloat16")
+    router = drawn(kind(placement, "gate", hidden=64, experts=12, top_k=3, **options), 1)
+    norm = drawn(RMSNorm(placement, "norm", 64, 1e-5), 2)
+    live = max(1, tokens - 1)
+    columns = {"positions": jnp.zeros(tokens, jnp.int32), "header": jnp.array([0, live], jnp.int32)}
+    x = jax.random.normal(jax.random.key(3), (tokens, 64), jnp.bfloat16)
+    results, programs = [], []
+    for backend in (Backend.REFERENCE, Backend.INTERPRET):
+
+        def route(x: jax.Array, backend: Backend = backend) -> tuple[jax.Array, jax.Array]:
+            context = PagedContext(
+                phase=Phase.DECODE,
+                columns=columns,
+                arena=jnp.zeros((1, 64), jnp.bfloat16),
+                groups=(),
+                geometry=CacheGeometry(128, groups=(), align_tokens=16, checkpoint_tokens=16),
+                token_ids=jnp.zeros(tokens, jnp.int32),
+                kernels=pick_kernels("cpu", backend=backend),
+            )
+            return router.route(context, x, norm)
+
+        programs.append(str(jax.make_jaxpr(route)(x)))
+        results.append(jax.jit(route)(x))
+    assert ["route_tokens" in program for program in programs] == [False, tokens <= ROUTE_ROWS]
+    (ids, weights), (kernel_ids, kernel_weights) = (map(np.asarray, result) for result in results)
+    np.testing.assert_array_equal(ids, kernel_ids)
+    np.testing.assert_array_equal(ids[live:], ids[:1].repeat(tokens - live, axis=0))
+    np.testing.assert_allclose(weights, kernel_weights, rtol=0.05, atol=0.01)
+
+
+def test_more_experts_a_token_than_there_are_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="top_k=5: expected 1 to 4"):
+        TopKSoftmaxRouter(Placement(), "gate", hidden=4, experts=4, top_k=5)

@@ -31,8 +31,7 @@ LOGPROBS = SamplingParams(temperature=0, logprobs=5)
         ("qwen3", None),
         ("qwen3", "float8_e4m3fn"),
         ("qwen3_moe", None),
-    ]
-    + [pytest.param(family, None, marks=pytest.mark.slow) for family in ("lfm2_moe", "gpt_oss")],
+    ],
 )
 def test_interpreted_kernels_agree_with_the_references(family: str, kv_dtype: str | None) -> None:
     prompts = [np.random.default_rng(n).integers(3, 256, n).tolist() for n in (5, 17)]
