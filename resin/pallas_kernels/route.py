@@ -4,7 +4,8 @@ scores = rmsnorm(x) @ W + bias, with W `[D, E]`: one column block, as `dense_bod
 programs. The last one to arrive holds the scores `[T, E]` of every token in registers. It takes the largest k times,
 notes at each expert which place it came to, and stores id and weight there: no sort, and no index into registers.
 
-NaN counts as the largest score, and infinities as the largest finite numbers: ids are always distinct and inside.
+Maxima are of integers in the order of the floats, NaN the largest: a warp has an instruction for these. What is taken
+lies below every float, so that ids are always distinct and inside.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_route_tiles
-from resin.pallas_kernels.heads import NOWHERE
+from resin.pallas_kernels.sampling import NOWHERE, ordered
+from resin.pallas_kernels.tiles import MIN_ROWS
 from resin.plan import InvalidRequest
 
 SIGMOID_SUM_EPS = 1e-6  # added to the sum that sigmoid weights are divided by, as the models that use them do
-LOADED_VALUES = 4096  # float32 sums that the last program loads at once: 32 registers of each of its 128 threads
-LARGEST = 3.4e38
+LOADED_VALUES = 16_384  # float32 sums that the last program asks for before it adds: at most 128 a thread
+TAKEN = -(2**31)  # below the integer of every float
 
 Share = Literal["softmax", "sigmoid"]
 
@@ -131,6 +134,12 @@ class _Spec(ProductSpec):
         return "route_tokens"
 
     @property
+    def row_tile(self) -> int:
+        """At least a row a warp: maxima of a row that lies across warps would wait for them."""
+        least = self.tiles.num_warps if self.tiles.vector else MIN_ROWS
+        return max(least, pl.next_power_of_2(self.rows))
+
+    @property
     def part_rows(self) -> int:
         """Real ones only: one program reads them all."""
         return self.rows
@@ -181,14 +190,15 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
 
 def _places(ranked: jax.Array, column: jax.Array, real: jax.Array, top_k: int) -> jax.Array:
     """int32 of `ranked`'s shape: 0 at the largest of each row, k - 1 at the k-th; k at all others."""
-    ranked = jnp.clip(jnp.where(ranked == ranked, ranked, LARGEST), -LARGEST, LARGEST)
-    left = jnp.where(real[None, :], ranked, -jnp.inf)
+    key = jnp.where(ranked == ranked, ordered(ranked), NOWHERE)
 
     def take(index, carry):
         left, place = carry
-        taken = column[None, :] == lax.argmax(left, 1, jnp.int32)[:, None]
-        return jnp.where(taken, -jnp.inf, left), jnp.where(taken, index, place)
+        best = left == jnp.max(left, axis=1)[:, None]
+        taken = column[None, :] == jnp.min(jnp.where(best, column[None, :], NOWHERE), axis=1)[:, None]
+        return jnp.where(taken, TAKEN, left), jnp.where(taken, index, place)
 
+    left = jnp.where(real[None, :], key, TAKEN)
     _, place = lax.fori_loop(0, top_k, take, (left, jnp.full(left.shape, top_k, jnp.int32)))
     return place
 
