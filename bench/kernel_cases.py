@@ -265,7 +265,7 @@ def route_case(tokens: int, experts: int, choices: int, width: int) -> KernelCas
     known = x.astype(jnp.float32) @ (norm[:, None] * gate).astype(jnp.float32)
 
     def call(function: Any, x: jax.Array, gate: jax.Array) -> jax.Array:
-        ids, weights, _ = function(x, gate, rule=rule, norm=norm)
+        ids, weights, *_ = function(x, gate, rule=rule, norm=norm)
         # Where two scores are as good as equal either may be taken, so ids count by the scores behind them.
         return jnp.concatenate([weights, jnp.take_along_axis(known, ids, axis=1)], axis=1)
 

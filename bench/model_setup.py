@@ -15,7 +15,7 @@ from flax import nnx
 from bench.cases import Case
 from bench.shapes import SHAPES, shape_checkpoint
 from resin import ArenaSpec, Bucket, CacheGroup, InvalidRequest
-from resin.models.context import Context
+from resin.models.context import Context, Routed
 from resin.models.declare import Placement
 from resin.models.experts import MixtureOfExperts
 from resin.models.families import ModelClass, find_model_class
@@ -185,8 +185,8 @@ class BalancedRouter(Router):
         self.router = router
         self.experts = experts
 
-    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
-        _, weights = self.router.route(context, x, norm)
-        tokens, choices = weights.shape
+    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> Routed:
+        routed = self.router.route(context, x, norm)
+        tokens, choices = routed.experts.shape
         turn = jnp.arange(tokens * choices, dtype=jnp.int32).reshape(tokens, choices)
-        return context.pad_experts(turn % self.experts), weights
+        return routed._replace(experts=context.pad_experts(turn % self.experts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from resin.models.grouped import grouped_experts
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope, rotate
 from resin.pallas_kernels.fp8 import round_fp8
+from resin.pallas_kernels.route import NormedRows
 
 if TYPE_CHECKING:
     from resin.models.routers import Router
@@ -64,6 +65,20 @@ class ShiftLayer:
     index: int
     taps: int
     plane: str = "conv"
+
+
+class Routed(NamedTuple):
+    """Tokens on their way to the experts.
+
+    Attributes:
+        x: [T, hidden], normalised.
+        experts: int32 [T, k], as `Context.pad_experts` leaves them, numbered over all devices.
+        weights: float32 [T, k].
+    """
+
+    x: NormedRows
+    experts: jax.Array
+    weights: jax.Array
 
 
 class Context(abc.ABC):
@@ -204,19 +219,17 @@ class Context(abc.ABC):
             out = self.sum_tp(out)
         return out if residual is None else residual + out
 
-    def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+    def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> Routed:
         """The experts of `norm(x)`, in as few kernels as the platform allows.
 
         Args:
             router: scores and chooses.
             x: [T, hidden].
-            norm: of x before the scores; None for none.
-
-        Returns:
-            Experts int32 [T, k], as `pad_experts` leaves them, and their weights float32 [T, k].
+            norm: of x before the scores and the experts; None for none.
         """
-        experts, weights = router(x if norm is None else norm(x))
-        return self.pad_experts(experts), weights
+        x = x if norm is None else norm(x)
+        experts, weights = router(x)
+        return Routed(NormedRows(x), self.pad_experts(experts), weights)
 
     def pad_experts(self, experts: jax.Array) -> jax.Array:
         """int32 [T, k]: padding takes the first token's experts, so that it reads none that nobody else does."""
@@ -224,34 +237,27 @@ class Context(abc.ABC):
 
     def mix_experts(
         self,
-        x: jax.Array,
-        experts: jax.Array,
-        weights: jax.Array,
+        routed: Routed,
         count: int,
         apply: Callable[[jax.Array, jax.Array], jax.Array],
         matrices: tuple[jax.Array, jax.Array] | None = None,
-        *,
-        norm: RMSNorm | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """`residual` plus the weighted sum of each token's experts over `norm(x)`; padding costs nothing.
+        """`residual` plus the weighted sum of each token's experts; padding costs nothing.
 
         Args:
-            x: [T, hidden].
-            experts: int32 [T, k], as `route` gives them: numbered over all devices.
-            weights: float32 [T, k].
+            routed: tokens and their experts.
             count: experts of this device.
             apply: maps an expert (int32 scalar) and rows [M, hidden] to [M, hidden].
             matrices: the same function as `[E, hidden, 2 I]` and `[E, I, hidden]`, if it is a silu-gated layer without
                 biases.
-            norm: of x before the experts.
             residual: [T, hidden] added at the end.
         """
-        x = x if norm is None else norm(x)
+        experts = routed.experts
         if self.tp > 1:
             experts = experts - lax.axis_index("tp") * count
         experts = jnp.where(self.live_tokens()[:, None], experts, -1)
-        out = self.sum_tp(grouped_experts(x, experts, weights, count, apply))
+        out = self.sum_tp(grouped_experts(routed.x.whole(), experts, routed.weights, count, apply))
         return out if residual is None else residual + out
 
     @abc.abstractmethod

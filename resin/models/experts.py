@@ -183,11 +183,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> jax.Array:
         """`residual + experts(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("experts"):
-            chosen, weights = self.router.route(context, x, norm)
-            matrices = self._plain_matrices()
-            return context.mix_experts(
-                x, chosen, weights, self.share, self._apply, matrices, norm=norm, residual=residual
-            )
+            routed = self.router.route(context, x, norm)
+            return context.mix_experts(routed, self.share, self._apply, self._plain_matrices(), residual)
 
     def _plain_matrices(self) -> tuple[jax.Array, jax.Array] | None:
         """What a kernel for silu-gated experts takes, if these are such."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from resin.models.context import AttentionLayer, Context, ShiftLayer
+from resin.models.context import AttentionLayer, Context, Routed, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
 from resin.models.routers import Router
@@ -222,12 +222,12 @@ class PagedContext(Context):
         self._keep_counters("dense", counters)
         return out
 
-    def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+    def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> Routed:
         tokens, rule = x.shape[0], router.rule
         fits = rule is not None and takes_route_kernel(tokens, router.gate.shape[1]) and x.dtype == jnp.bfloat16
         if self._is_reference or not fits or not _kernels_take(norm) or self.tp > 1:
             return super().route(router, x, norm)
-        experts, weights, counters = self._kernels.route_tokens(
+        experts, weights, normed, counters = self._kernels.route_tokens(
             x,
             router.gate[...],
             rule=rule,
@@ -239,33 +239,20 @@ class PagedContext(Context):
             counters=self._zero_counters("dense", 1),
         )
         self._keep_counters("dense", counters)
-        return experts, weights
+        return Routed(normed, experts, weights)
 
     def mix_experts(
         self,
-        x: jax.Array,
-        experts: jax.Array,
-        weights: jax.Array,
+        routed: Routed,
         count: int,
         apply: Callable[[jax.Array, jax.Array], jax.Array],
         matrices: tuple[jax.Array, jax.Array] | None = None,
-        *,
-        norm: RMSNorm | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
+        (x, factor), experts, weights = routed
         if self._is_reference or matrices is None or x.dtype != jnp.bfloat16 or self.tp > 1:
-            return super().mix_experts(x, experts, weights, count, apply, matrices, norm=norm, residual=residual)
-        if norm is not None and not _kernels_take(norm):
-            x, norm = norm(x), None
-        return self._kernels.expert_ffn(
-            x,
-            experts,
-            weights,
-            *matrices,
-            norm=None if norm is None else norm.weight[...],
-            eps=1e-6 if norm is None else norm.eps,
-            residual=residual,
-        )
+            return super().mix_experts(routed, count, apply, matrices, residual)
+        return self._kernels.expert_ffn(x, experts, weights, *matrices, factor=factor, residual=residual)
 
     def _zero_counters(self, kernel: str, least: int) -> jax.Array | None:
         """Zeros that a kernel's programs count in and leave as zeros; one array serves all layers."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from resin.models.context import Context
+from resin.models.context import Context, Routed
 from resin.models.declare import BIAS, Placement, Transposed, declare
 from resin.models.norm import RMSNorm
 from resin.pallas_kernels.route import RouteRule, choose_experts
@@ -64,7 +64,7 @@ class Router(nnx.Module):
         bias = None if self.selection_bias is None else self.selection_bias[...]
         return choose_experts(self.scores(x), self.rule, bias)
 
-    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array]:
+    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> Routed:
         """The same of `norm(x)` within a pass, which knows the platform's kernels and the padding."""
         return context.route(self, x, norm)
 

@@ -91,6 +91,11 @@ class ProductSpec:
         return self.columns
 
     @property
+    def keeps_norm(self) -> bool:
+        """Whether x * g and 1 / rms(x) are results, too; such a product has one column block."""
+        return False
+
+    @property
     def part_rows(self) -> int:
         """Rows of the parts that a split hands over."""
         return self.row_tile
@@ -134,8 +139,12 @@ def run_product(
         counters: int32 zeros, at least one a column block; None for new ones.
 
     Returns:
-        The results, then what was updated in place, and the counters as zeros.
+        The results, with `keeps_norm` x * g `[M, K]` and float32 1 / rms(x) `[M]`, then what was updated in place; and
+        the counters as zeros.
     """
+    if spec.keeps_norm:
+        x = operands.x
+        shapes = (*shapes, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))
     if spec.tiles.splits == 1:
         return _call(spec, finish, shapes, operands, None)[0], counters
     if counters is None:
@@ -180,12 +189,17 @@ def _kernel(*refs, spec: ProductSpec, finish: Finish, structure, results: int):
     block = spec.block(index)
     steps = pl.cdiv(pl.cdiv(spec.inner, spec.tiles.block_inner), spec.tiles.splits)
     product = _vector_product if spec.tiles.vector else _matrix_product
-    squares, *sums = product(operands.x, operands.weight, operands.norm, block, split * steps, steps, spec)
+    scaled_ref, factor_ref = outputs[results - 2 : results] if spec.keeps_norm else (None, None)
+    read = (operands.x, operands.weight, operands.norm, scaled_ref)
+    squares, *sums = product(read, block, split * steps, steps, spec)
 
     def end(squares, sums):
         if spec.has_norm:
-            factor = lax.rsqrt(squares / spec.inner + spec.eps)[:, None]
-            sums = [total * factor for total in sums]
+            factor = lax.rsqrt(squares / spec.inner + spec.eps)
+            sums = [total * factor[:, None] for total in sums]
+            if factor_ref is not None:
+                place = jnp.arange(spec.row_tile, dtype=jnp.int32)
+                plgpu.store(factor_ref.at[place], factor, mask=place < spec.rows)
         finish(spec, block, sums, operands, kept)
 
     if spec.tiles.splits == 1:
@@ -224,19 +238,19 @@ def _kernel(*refs, spec: ProductSpec, finish: Finish, structure, results: int):
         counter_ref[index] = 0
 
 
-def _matrix_product(x_ref, weight_ref, norm_ref, block, first_step, steps, spec: ProductSpec):
+def _matrix_product(refs, block, first_step, steps, spec: ProductSpec):
     """Sums of squares `[row_tile]` and one `[row_tile, block_columns]` product a part."""
-    walk = functools.partial(_matrix_step, x_ref, weight_ref, norm_ref, block, first_step, spec)
+    walk = functools.partial(_matrix_step, refs, block, first_step, spec)
     shape = (spec.row_tile, spec.tiles.block_columns)
     zeros = [jnp.zeros(shape[::-1] if spec.tiles.transposed else shape, jnp.float32)] * spec.parts
     squares, *sums = lax.fori_loop(0, steps, walk, (jnp.zeros((spec.row_tile,), jnp.float32), *zeros))
     return squares, *(total.T if spec.tiles.transposed else total for total in sums)
 
 
-def _vector_product(x_ref, weight_ref, norm_ref, block, first_step, steps, spec: ProductSpec):
+def _vector_product(refs, block, first_step, steps, spec: ProductSpec):
     """The same on the vector units."""
     shape = (spec.tiles.block_inner, spec.tiles.block_columns)
-    walk = functools.partial(_vector_step, x_ref, weight_ref, norm_ref, block, first_step, spec)
+    walk = functools.partial(_vector_step, refs, block, first_step, spec)
     zeros = [jnp.zeros(shape, jnp.float32)] * (spec.rows * spec.parts)
     carry = lax.fori_loop(0, steps, walk, ([jnp.zeros(shape[:1], jnp.float32)] * spec.rows, zeros))
     squares, sums = carry
@@ -251,7 +265,8 @@ def _vector_product(x_ref, weight_ref, norm_ref, block, first_step, steps, spec:
     return all_squares, *parts
 
 
-def _vector_step(x_ref, weight_ref, norm_ref, block, first_step, spec: ProductSpec, index, carry):
+def _vector_step(refs, block, first_step, spec: ProductSpec, index, carry):
+    x_ref, weight_ref, norm_ref, scaled_ref = refs
     squares, sums = (list(values) for values in carry)
     inner = (first_step + index) * spec.tiles.block_inner + jnp.arange(spec.tiles.block_inner, dtype=jnp.int32)
     weights = [weight.astype(jnp.float32) for weight in _load_weights(weight_ref, inner, block, spec)]
@@ -263,7 +278,10 @@ def _vector_step(x_ref, weight_ref, norm_ref, block, first_step, spec: ProductSp
         x = plgpu.load(x_ref.at[m, inner], mask=held, other=other).astype(jnp.float32)
         if norm_ref is not None:
             squares[m] = squares[m] + x * x
-            x = (x * scale).astype(x_ref.dtype).astype(jnp.float32)
+            scaled = (x * scale).astype(x_ref.dtype)
+            if scaled_ref is not None:
+                plgpu.store(scaled_ref.at[m, inner], scaled, mask=held)
+            x = scaled.astype(jnp.float32)
         for part, weight in enumerate(weights):
             place = m * spec.parts + part
             sums[place] = sums[place] + x[:, None] * weight
@@ -282,18 +300,22 @@ def _load_weights(weight_ref, inner, block: ColumnBlock, spec: ProductSpec) -> l
     ]
 
 
-def _matrix_step(x_ref, weight_ref, norm_ref, block, first_step, spec: ProductSpec, index, carry):
+def _matrix_step(refs, block, first_step, spec: ProductSpec, index, carry):
     """Adds one `[row_tile, block_inner] @ [block_inner, block_columns]` product a part."""
+    x_ref, weight_ref, norm_ref, scaled_ref = refs
     squares, *sums = carry
     row = jnp.arange(spec.row_tile, dtype=jnp.int32)
     inner = (first_step + index) * spec.tiles.block_inner + jnp.arange(spec.tiles.block_inner, dtype=jnp.int32)
     held = jnp.full(inner.shape, True) if spec.whole else inner < spec.inner
-    x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=(row < spec.rows)[:, None] & held[None, :], other=0)
+    at, inside = (row[:, None], inner[None, :]), (row < spec.rows)[:, None] & held[None, :]
+    x = plgpu.load(x_ref.at[at], mask=inside, other=0)
     if norm_ref is not None:
         wide = x.astype(jnp.float32)
         squares = squares + jnp.sum(wide * wide, axis=1)
         scale = plgpu.load(norm_ref.at[inner], mask=held, other=0).astype(jnp.float32)
         x = (wide * scale[None, :]).astype(x.dtype)
+        if scaled_ref is not None:
+            plgpu.store(scaled_ref.at[at], x, mask=inside)
     for part, weight in enumerate(_load_weights(weight_ref, inner, block, spec)):
         product = tile_dot(weight, x, trans_a=True, trans_b=True) if spec.tiles.transposed else tile_dot(x, weight)
         sums[part] = sums[part] + product

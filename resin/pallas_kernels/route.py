@@ -63,6 +63,24 @@ class RouteRule:
             raise InvalidRequest("selection_bias", True, "None beside a softmax")
 
 
+class NormedRows(NamedTuple):
+    """The RMSNorm of `[T, D]` as `x * factor`: kernels apply the factor to the sums of their products.
+
+    Attributes:
+        x: `[T, D]`, weighted and rounded.
+        factor: float32 `[T]`, 1 / rms of each row; None where x has it.
+    """
+
+    x: Any
+    factor: Any = None
+
+    def whole(self) -> jax.Array:
+        """`[T, D]` in x's dtype."""
+        if self.factor is None:
+            return self.x
+        return (self.x.astype(jnp.float32) * self.factor[:, None]).astype(self.x.dtype)
+
+
 def route_tokens(
     x: jax.Array,
     gate: jax.Array,
@@ -76,8 +94,8 @@ def route_tokens(
     counters: jax.Array | None = None,
     tiles: DenseTiles | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The experts of at most 64 tokens.
+) -> tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]:
+    """The experts of at most 64 tokens, and what these read.
 
     Args:
         x: `[T, D]`.
@@ -93,7 +111,8 @@ def route_tokens(
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
-        int32 `[T, k]` distinct experts, the largest share first, float32 `[T, k]` weights and the counters.
+        int32 `[T, k]` distinct experts, the largest share first, float32 `[T, k]` weights, the normalised tokens and
+        the counters.
 
     Raises:
         InvalidRequest: the rule cannot be followed, as `RouteRule.check` says.
@@ -113,8 +132,8 @@ def route_tokens(
     )
     shapes = tuple(jax.ShapeDtypeStruct((rows, rule.top_k), dtype) for dtype in (jnp.int32, jnp.float32))
     operands = Operands(x, gate, norm, _Extras(bias, selection_bias, live))
-    (ids, weights), counters = run_product(spec, _finish, shapes, operands, counters)
-    return ids, weights, counters
+    (ids, weights, *normed), counters = run_product(spec, _finish, shapes, operands, counters)
+    return ids, weights, NormedRows(*normed) if normed else NormedRows(x), counters
 
 
 class _Extras(NamedTuple):
@@ -140,6 +159,10 @@ class _Spec(ProductSpec):
         return max(least, pl.next_power_of_2(self.rows))
 
     @property
+    def keeps_norm(self) -> bool:
+        return self.has_norm
+
+    @property
     def part_rows(self) -> int:
         """Real ones only: one program reads them all."""
         return self.rows
@@ -152,7 +175,7 @@ class _Spec(ProductSpec):
 
 def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) -> None:
     """The choice of every token."""
-    (ids_ref, weights_ref), extras, rule = results, operands.extras, spec.rule
+    (ids_ref, weights_ref, *_), extras, rule = results, operands.extras, spec.rule
     (scores,) = sums
     row, real = jnp.arange(spec.row_tile, dtype=jnp.int32), block.inside
 
@@ -238,15 +261,16 @@ def route_tokens_ref(
     selection_bias: jax.Array | None = None,
     live: jax.Array | None = None,
     counters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]:
     """The same function in plain XLA. Arguments as in `route_tokens`."""
     rule.check(gate.shape[1], has_selection_bias=selection_bias is not None)
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    scores = jnp.dot(normalise(x, norm, eps), gate, precision=exact, preferred_element_type=jnp.float32)
+    x = normalise(x, norm, eps)
+    scores = jnp.dot(x, gate, precision=exact, preferred_element_type=jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)[None, :]
     experts, weights = choose_experts(scores, rule, selection_bias)
     if live is not None:
         token = jnp.arange(x.shape[0], dtype=jnp.int32)
         experts = jnp.where((token < live[0])[:, None], experts, experts[:1])
-    return experts, weights, counters
+    return experts, weights, NormedRows(x), counters

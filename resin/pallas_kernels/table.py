@@ -21,7 +21,7 @@ from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_deco
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
-from resin.pallas_kernels.route import route_tokens, route_tokens_ref
+from resin.pallas_kernels.route import NormedRows, route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
 from resin.pallas_kernels.tiles import MIN_ROWS
 
@@ -64,7 +64,7 @@ class Kernels:
     rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
     project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
-    route_tokens: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    route_tokens: Callable[..., tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]
 

@@ -137,6 +137,6 @@ def test_balanced_routers_take_experts_in_turn() -> None:
     rng = np.random.default_rng(0)
     built = model.merge([rng.standard_normal(item.shape, np.float32) for item in model.declarations])
     context, x = DenseContext(jnp.zeros(5, jnp.int32)), jnp.asarray(rng.standard_normal((5, 64), np.float32))
-    experts, weights = built.layers[0].mlp.router.route(context, x, None)
+    _, experts, weights = built.layers[0].mlp.router.route(context, x, None)
     assert experts.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]]
     np.testing.assert_allclose(np.asarray(weights).sum(axis=1), 1.0, rtol=1e-5)

@@ -82,7 +82,7 @@ def test_a_plan_is_routed_as_by_the_router_alone(kind: type[Router], options: di
     results, programs = [], []
     for backend in (Backend.REFERENCE, Backend.INTERPRET):
 
-        def route(x: jax.Array, backend: Backend = backend) -> tuple[jax.Array, jax.Array]:
+        def route(x: jax.Array, backend: Backend = backend) -> tuple[jax.Array, jax.Array, jax.Array]:
             context = PagedContext(
                 phase=Phase.DECODE,
                 columns=columns,
@@ -92,12 +92,16 @@ def test_a_plan_is_routed_as_by_the_router_alone(kind: type[Router], options: di
                 token_ids=jnp.zeros(tokens, jnp.int32),
                 kernels=pick_kernels("cpu", backend=backend),
             )
-            return router.route(context, x, norm)
+            routed = router.route(context, x, norm)
+            return routed.x.whole(), routed.experts, routed.weights
 
         programs.append(str(jax.make_jaxpr(route)(x)))
         results.append(jax.jit(route)(x))
     assert ["route_tokens" in program for program in programs] == [False, tokens <= ROUTE_ROWS]
-    (ids, weights), (kernel_ids, kernel_weights) = (map(np.asarray, result) for result in results)
+    (normed, ids, weights), (kernel_normed, kernel_ids, kernel_weights) = (
+        map(np.asarray, result) for result in results
+    )
+    np.testing.assert_allclose(normed.astype(np.float32), kernel_normed.astype(np.float32), rtol=0.02)
     np.testing.assert_array_equal(ids, kernel_ids)
     np.testing.assert_array_equal(ids[live:], ids[:1].repeat(tokens - live, axis=0))
     np.testing.assert_allclose(weights, kernel_weights, rtol=0.05, atol=0.01)

@@ -87,7 +87,7 @@ def heads_call(rows: int, heads: int, kv_heads: int, width: int, norms: bool = F
 def route_call(rows: int, inner: int, experts: int, rule: RouteRule):
     def function(x, gate, norm, bias, live):
         biases = {"selection_bias" if rule.share == "sigmoid" else "bias": bias}
-        return route_tokens(x, gate, rule=rule, norm=norm, live=live, **biases)[:2]
+        return route_tokens(x, gate, rule=rule, norm=norm, live=live, **biases)[:3]
 
     arrays = Array((rows, inner), BF16), Array((inner, experts), BF16), Array((inner,), BF16)
     return function, (*arrays, Array((experts,), FLOAT), Array((1,), INT))
@@ -96,8 +96,8 @@ def route_call(rows: int, inner: int, experts: int, rule: RouteRule):
 def experts_call(tokens: int, around: bool = False):
     if around:
         function, arrays = experts_call(tokens)
-        call = lambda x, *rest: function(x, *rest[:-1], norm=rest[-1], residual=x)  # noqa: E731
-        return call, (*arrays, Array((2048,), BF16))
+        call = lambda x, *rest: function(x, *rest[:-1], factor=rest[-1], residual=x)  # noqa: E731
+        return call, (*arrays, Array((tokens,), FLOAT))
     ids, weights = Array((tokens, 8), INT), Array((tokens, 8), FLOAT)
     matrices = Array((128, 2048, 1536), BF16), Array((128, 768, 2048), BF16)
     return expert_ffn, (Array((tokens, 2048), BF16), ids, weights, *matrices)

@@ -183,9 +183,10 @@ def test_route(rows, inner, experts, rule):
     poison_memory()
     kernel = jax.jit(functools.partial(route_tokens, **call))
     for _ in range(3):
-        ids, weights, counters = kernel(x, gate, counters=counters)
-    expected_ids, expected, _ = jax.jit(functools.partial(route_tokens_ref, **call))(x, gate)
+        ids, weights, normed, counters = kernel(x, gate, counters=counters)
+    expected_ids, expected, expected_normed, _ = jax.jit(functools.partial(route_tokens_ref, **call))(x, gate)
     assert not np.any(counters)
+    assert relative_error(normed.whole(), np.asarray(expected_normed.x, np.float64)) < BF16_ERROR
     ids, chosen = np.sort(np.asarray(ids), axis=1), np.sort(np.asarray(expected_ids), axis=1)
     assert (np.diff(ids, axis=1) > 0).all() and ids.min() >= 0 and ids.max() < experts
     assert (ids == chosen).mean() > 0.95
@@ -197,15 +198,15 @@ def test_route_takes_equal_scores_and_padding_as_the_reference():
     gate = bfloat(np.random.default_rng(fresh_seed()).integers(0, 3, (256, 128)))
     call = {"rule": RouteRule(8), "live": jnp.array([11], jnp.int32)}
     for rows in (1, 2, 16):
-        ids, _, _ = jax.jit(functools.partial(route_tokens, **call))(x[:rows], gate)
-        expected, _, _ = jax.jit(functools.partial(route_tokens_ref, **call))(x[:rows], gate)
+        ids, *_ = jax.jit(functools.partial(route_tokens, **call))(x[:rows], gate)
+        expected, *_ = jax.jit(functools.partial(route_tokens_ref, **call))(x[:rows], gate)
         np.testing.assert_array_equal(ids, expected)
 
 
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 32, 4), (33, 16, 2), (300, 8, 4)])
 def test_experts(tokens, experts, choices, around):
-    """`around`: with a norm before and a residual after."""
+    """`around`: with a factor before and a residual after."""
     keys = jax.random.split(jax.random.key(fresh_seed()), 6)
     weights, ids = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[0], (tokens, experts))), choices)
     x = jax.random.normal(keys[1], (tokens, 512), jnp.bfloat16)
@@ -214,8 +215,8 @@ def test_experts(tokens, experts, choices, around):
     columns = (x, ids.astype(jnp.int32), weights, gate_up, down)
     call = {}
     if around:
-        norm = 1 + jax.random.normal(keys[4], (512,), jnp.bfloat16) / 4
-        call = {"norm": norm, "residual": jax.random.normal(keys[5], x.shape, jnp.bfloat16)}
+        factor = jax.random.uniform(keys[4], (tokens,), jnp.float32, 0.5, 2.0)
+        call = {"factor": factor, "residual": jax.random.normal(keys[5], x.shape, jnp.bfloat16)}
     poison_memory()
     out, expected = (jax.jit(functools.partial(each, **call))(*columns) for each in (expert_ffn, expert_ffn_ref))
     assert relative_error(out, np.asarray(expected, np.float64)) < 2 * BF16_ERROR

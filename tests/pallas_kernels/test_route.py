@@ -56,7 +56,7 @@ def test_matches_float64(shape, rule, name):
     selection_bias = normal(5, experts) if rule.share == "sigmoid" else None
     norm = norm if experts != 60 else None
     call = functools.partial(FUNCTIONS[name], rule=rule, eps=EPS)
-    ids, weights, _ = jax.jit(call)(x, gate, norm=norm, bias=bias, selection_bias=selection_bias)
+    ids, weights, normed, _ = jax.jit(call)(x, gate, norm=norm, bias=bias, selection_bias=selection_bias)
     assert ids.dtype == jnp.int32 and weights.dtype == jnp.float32 and ids.shape == (tokens, top_k)
     wide = x.astype(np.float64)
     if norm is not None:
@@ -64,13 +64,14 @@ def test_matches_float64(shape, rule, name):
     expected_ids, expected = expected_choice(wide @ gate.astype(np.float64) + bias, rule, selection_bias)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected, rtol=2e-5)
+    np.testing.assert_allclose(normed.whole(), wide, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_equal_scores_take_the_lowest_expert(rows):
     x = np.eye(rows, 16, dtype=np.float32)
     gate = np.random.default_rng(0).integers(0, 3, (16, 60)).astype(np.float32)
-    ids, _, _ = FUNCTIONS["kernel"](x, gate, rule=RouteRule(8))
+    ids, *_ = FUNCTIONS["kernel"](x, gate, rule=RouteRule(8))
     np.testing.assert_array_equal(ids, jax.lax.top_k(gate[:rows], 8)[1])
 
 
@@ -89,7 +90,7 @@ def test_scores_that_are_no_numbers_choose_distinct_experts(rule):
 def test_more_experts_than_finite_scores_are_distinct():
     bias = np.full(5, -np.inf, np.float32)
     bias[2] = 0
-    ids, weights, _ = FUNCTIONS["kernel"](normal(1, 3, 32), normal(2, 32, 5), rule=RouteRule(3), bias=bias)
+    ids, weights, *_ = FUNCTIONS["kernel"](normal(1, 3, 32), normal(2, 32, 5), rule=RouteRule(3), bias=bias)
     np.testing.assert_array_equal(ids, [[2, 0, 1]] * 3)
     np.testing.assert_array_equal(weights, [[1, 0, 0]] * 3)
 
@@ -98,8 +99,8 @@ def test_more_experts_than_finite_scores_are_distinct():
 @pytest.mark.parametrize("live", [1, 2, 3])
 def test_padding_takes_the_first_tokens_experts(live, name):
     x, gate, rule = normal(1, 3, 32), normal(2, 32, 12), RouteRule(4)
-    own, own_weights, _ = FUNCTIONS[name](x, gate, rule=rule)
-    ids, weights, _ = FUNCTIONS[name](x, gate, rule=rule, live=jnp.array([live], jnp.int32))
+    own, own_weights, *_ = FUNCTIONS[name](x, gate, rule=rule)
+    ids, weights, *_ = FUNCTIONS[name](x, gate, rule=rule, live=jnp.array([live], jnp.int32))
     np.testing.assert_array_equal(ids, np.where(np.arange(3)[:, None] < live, own, own[:1]))
     np.testing.assert_array_equal(weights[:live], own_weights[:live])
 
@@ -117,10 +118,11 @@ def test_padding_takes_the_first_tokens_experts(live, name):
 def test_tiles_change_nothing_and_counters_come_back_as_zeros(tiles):
     x, gate, norm, rule = normal(1, 2, 100), normal(2, 100, 60), normal(3, 100), RouteRule(6, renormalise=True)
     counters = jnp.zeros(3, jnp.int32)
-    ids, weights, counters = FUNCTIONS["kernel"](x, gate, rule=rule, norm=norm, tiles=tiles, counters=counters)
-    expected_ids, expected, _ = route_tokens_ref(x, gate, rule=rule, norm=norm)
+    ids, weights, normed, counters = FUNCTIONS["kernel"](x, gate, rule=rule, norm=norm, tiles=tiles, counters=counters)
+    expected_ids, expected, expected_normed, _ = route_tokens_ref(x, gate, rule=rule, norm=norm)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    np.testing.assert_allclose(normed.whole(), expected_normed.x, rtol=1e-5)
     assert not np.any(counters)
 
 
