@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import version
@@ -13,13 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe_run(commit: str | None = None) -> dict[str, str]:
-    """Commit (with "+" if tracked files differ from it), Python, jax, jaxlib and the device."""
+    """Commit (with "+" if tracked files differ from it), Python, jax, jaxlib, XLA's flags and the device."""
     device = jax.devices()[0]
     return {
         "commit": commit or current_commit(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "platform": str(getattr(device.client, "platform_version", device.platform)).splitlines()[0],
         "device": device.device_kind,
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.results import newest_rows, read_results
 from resin import InvalidRequest
+from resin.plan.cache import FP8_DTYPE
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- benchmark table: python -m bench readme_table -->"
@@ -74,8 +75,11 @@ def _line(row: dict[str, Any]) -> str:
     if sampling.get("top_k") or sampling.get("top_p", 1.0) < 1:
         case += f", top-k {sampling['top_k']}, top-p {sampling['top_p']}"
     engine = f"{row['engine_ms']:.2f} ms ({row['engine_ratio'] - 1:+.1%})" if "engine_ms" in row else ""
+    engine += f", overlap {row['overlap']}" if row.get("overlap", 1) != 1 else ""
     model = f"{row['model']}, {row['dtype']}" + (", balanced experts" if row.get("balanced_experts") else "")
+    model += ", 8-bit cache" if row.get("cache_dtype") == FP8_DTYPE else ""
     model += ", paged prefill" if row.get("paged_prefill") else ""
+    model += f", `{row['xla_flags']}`" if row.get("xla_flags") else ""
     cells = (
         model,
         case,

@@ -50,5 +50,6 @@ def case_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         row["sequences"],
         row.get("balanced_experts", False),
         row.get("paged_prefill", False),
+        row.get("xla_flags", ""),
         json.dumps(row.get("sampling"), sort_keys=True),
     )

@@ -44,7 +44,14 @@ def test_engine_figures_and_sampling_are_named() -> None:
     sampling = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
     row = ROW | {"engine_ms": 1.3, "engine_ratio": 1.05, "sampling": sampling, "balanced_experts": True}
     (line,) = [line for line in build_table([row]).splitlines() if line.startswith("| qwen3")]
-    assert "1.30 ms (+5.0%)" in line and "top-k 40, top-p 0.9" in line and "balanced experts" in line
+    assert "1.30 ms (+5.0%) |" in line and "top-k 40, top-p 0.9" in line and "balanced experts" in line
+
+
+def test_what_a_case_was_run_with_is_named_and_keeps_it_apart() -> None:
+    special = {"cache_dtype": "float8_e4m3fn", "xla_flags": "--xla_one=2", "engine_ms": 1.3, "engine_ratio": 1.05}
+    rows = newest_rows([ROW, ROW | special | {"overlap": 2}, ROW | {"xla_flags": ""}])
+    _, line = [line for line in build_table(rows).splitlines() if line.startswith("| qwen3")]
+    assert "bfloat16, 8-bit cache, `--xla_one=2` |" in line and "1.30 ms (+5.0%), overlap 2 |" in line
 
 
 def test_later_rows_replace_earlier_ones_of_the_same_case() -> None:
