@@ -253,7 +253,7 @@ def heads_case(shape: Heads, rows: int, inner: int) -> KernelCase:
         f"8B qkv, {rows} rows",
         call,
         (normal(4, rows, inner), weight),
-        ("dense_small",),
+        ("project_heads",),
         weight.size * BF16,
         2 * rows * weight.size,
     )

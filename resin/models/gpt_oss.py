@@ -18,8 +18,9 @@ from resin.models.declare import Placement
 from resin.models.decoder import Decoder
 from resin.models.experts import ExpertSizes, joined_experts
 from resin.models.norm import NormOrder, RMSNorm
-from resin.models.routers import TopKSoftmaxRouter
+from resin.models.routers import Router
 from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
+from resin.pallas_kernels.route import RouteRule
 from resin.plan import CacheGroup
 
 
@@ -93,12 +94,12 @@ class GptOssLayer(nnx.Module):
             sinks=True,
         )
         self.experts_norm = norm(name=f"{name}.post_attention_layernorm")
-        router = TopKSoftmaxRouter(
+        router = Router(
             placement,
             f"{name}.mlp.router",
+            rule=RouteRule(sizes.top_k, renormalise=True),
             hidden=sizes.hidden,
             experts=sizes.experts,
-            top_k=sizes.top_k,
             bias=True,
         )
         gate = partial(clamped_gate, limit=config.gate_limit, alpha=config.gate_alpha)

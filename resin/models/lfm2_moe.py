@@ -12,7 +12,8 @@ from resin.models.config import require
 from resin.models.declare import Placement
 from resin.models.experts import ExpertSizes, listed_experts
 from resin.models.lfm2 import Lfm2, Lfm2Config, Lfm2Layer
-from resin.models.routers import SigmoidRouter
+from resin.models.routers import Router
+from resin.pallas_kernels.route import RouteRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,13 @@ class Lfm2MoeLayer(Lfm2Layer):
         if index < config.dense_layers:
             return Lfm2Layer.build_mlp(config, placement, index)
         name, sizes = f"model.layers.{index}.feed_forward", config.experts
-        router = SigmoidRouter(
+        router = Router(
             placement,
             f"{name}.gate",
+            rule=RouteRule(sizes.top_k, "sigmoid", renormalise=config.renormalise, scaling=config.scaling),
             hidden=sizes.hidden,
             experts=sizes.experts,
-            top_k=sizes.top_k,
             selection_bias=f"{name}.expert_bias" if config.has_selection_bias else None,
-            renormalise=config.renormalise,
-            scaling=config.scaling,
         )
         return listed_experts(placement, f"{name}.experts", sizes, ("w1", "w3", "w2"), router)
 

@@ -223,14 +223,14 @@ class PagedContext(Context):
         return out
 
     def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> Routed:
-        tokens, rule = x.shape[0], router.rule
-        fits = rule is not None and takes_route_kernel(tokens, router.gate.shape[1]) and x.dtype == jnp.bfloat16
+        tokens = x.shape[0]
+        fits = takes_route_kernel(tokens, router.gate.shape[1]) and x.dtype == jnp.bfloat16
         if self._is_reference or not fits or not _kernels_take(norm) or self.tp > 1:
             return super().route(router, x, norm)
         experts, weights, normed, counters = self._kernels.route_tokens(
             x,
             router.gate[...],
-            rule=rule,
+            rule=router.rule,
             norm=None if norm is None else norm.weight[...],
             eps=1e-6 if norm is None else norm.eps,
             bias=None if router.bias is None else router.bias[...],

@@ -12,7 +12,8 @@ from resin.models.config import fields_of, require
 from resin.models.declare import Placement
 from resin.models.experts import ExpertSizes, listed_experts
 from resin.models.qwen3 import Qwen3, Qwen3Config, Qwen3Layer
-from resin.models.routers import SoftmaxRouter
+from resin.models.routers import Router
+from resin.pallas_kernels.route import RouteRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,12 @@ class Qwen3MoeLayer(Qwen3Layer):
         if not config.expert_layers[index]:
             return Qwen3Layer.build_mlp(config, placement, index)
         name, sizes = f"model.layers.{index}.mlp", config.experts
-        router = SoftmaxRouter(
+        router = Router(
             placement,
             f"{name}.gate",
+            rule=RouteRule(sizes.top_k, renormalise=config.renormalise),
             hidden=sizes.hidden,
             experts=sizes.experts,
-            top_k=sizes.top_k,
-            renormalise=config.renormalise,
         )
         return listed_experts(placement, f"{name}.experts", sizes, ("gate_proj", "up_proj", "down_proj"), router)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +18,7 @@ class Router(nnx.Module):
     Args:
         placement: dtype and mesh.
         name: checkpoint prefix of the scoring product.
-        rule: how it chooses and weighs; a router that follows none overrides `__call__`.
+        rule: how it chooses and weighs; a router of another kind overrides `route`.
         hidden: width of the residual stream.
         experts: E.
         bias: add a bias to the scores.
@@ -35,14 +33,13 @@ class Router(nnx.Module):
         placement: Placement,
         name: str,
         *,
-        rule: RouteRule | None,
+        rule: RouteRule,
         hidden: int,
         experts: int,
         bias: bool = False,
         selection_bias: str | None = None,
     ) -> None:
-        if rule is not None:
-            rule.check(experts, has_selection_bias=selection_bias is not None)
+        rule.check(experts, has_selection_bias=selection_bias is not None)
         self.rule = rule
         self.gate = declare((hidden, experts), placement, f"{name}.weight", assembly=Transposed())
         self.bias = declare((experts,), placement, f"{name}.bias", init=BIAS) if bias else None
@@ -59,41 +56,9 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Experts int32 [T, k] and their weights float32 [T, k]; equal shares take the lowest expert."""
-        if self.rule is None:
-            raise NotImplementedError
         bias = None if self.selection_bias is None else self.selection_bias[...]
         return choose_experts(self.scores(x), self.rule, bias)
 
     def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> Routed:
         """The same of `norm(x)` within a pass, which knows the platform's kernels and the padding."""
         return context.route(self, x, norm)
-
-
-class SoftmaxRouter(Router):
-    """Softmax over all experts, then the k largest; their weights sum to 1 if `renormalise`."""
-
-    def __init__(self, placement: Placement, name: str, *, top_k: int, renormalise: bool, **sizes: Any) -> None:
-        super().__init__(placement, name, rule=RouteRule(top_k, renormalise=renormalise), **sizes)
-
-
-class TopKSoftmaxRouter(Router):
-    """The k largest scores, then softmax over these alone."""
-
-    def __init__(self, placement: Placement, name: str, *, top_k: int, **sizes: Any) -> None:
-        super().__init__(placement, name, rule=RouteRule(top_k, renormalise=True), **sizes)
-
-
-class SigmoidRouter(Router):
-    """Chooses by sigmoid plus a learned bias, and weighs by the sigmoid alone.
-
-    Args:
-        selection_bias: checkpoint name of the bias, or None for none.
-        renormalise: divide the weights by their sum (plus 1e-6).
-        scaling: factor on the weights.
-    """
-
-    def __init__(
-        self, placement: Placement, name: str, *, top_k: int, renormalise: bool, scaling: float, **sizes: Any
-    ) -> None:
-        rule = RouteRule(top_k, "sigmoid", renormalise=renormalise, scaling=scaling)
-        super().__init__(placement, name, rule=rule, **sizes)

@@ -72,6 +72,10 @@ class _Spec(ProductSpec):
     gate: Gate | None
 
     @property
+    def name(self) -> str:
+        return "dense_small"
+
+    @property
     def parts(self) -> int:
         """Gate and up, or one."""
         return 2 if self.gate else 1

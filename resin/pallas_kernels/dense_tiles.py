@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 
 from resin.pallas_kernels.tiles import MIN_ROWS
 
+CORES = 132  # multiprocessors of an H200
 VECTOR_SUMS = 2  # rows times parts: 64 registers a thread each, and four no longer fit
 
 
@@ -24,11 +25,11 @@ class DenseTiles:
     transposed: bool = False  # W.T @ x.T: columns are the rows of the tensor cores' product
 
 
-def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, cores: int = 132) -> DenseTiles:
+def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool) -> DenseTiles:
     """One program a multiprocessor where K and N allow it.
 
     Measured on an H200, us and fraction of copy bandwidth: at 1 row 4096 x (2 x 14336) gated 55.6 (0.99), 14336 x 4096
-    30.4 (0.91), 4096 x 4096 10.6 (0.75); at 32 rows 55.1, 31.3 and 12.9, at 128 rows 35.8 and 15.7.
+    30.4 (0.91), at 8 rows 4096 x 4096 11.2 (0.70); at 32 rows 55.1, 31.3 and 12.9, at 128 rows 35.8 and 15.7.
 
     Products below 8M weights of one row are cut so fine that a program has one to three steps, whose loads are all in
     flight at once: 1024 x (2 x 3072) gated 7.0, 3072 x 1024 5.3, 2048 x 1024 4.5; half as many splits take 1 to 2 us
@@ -37,36 +38,35 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool, core
     Args:
         rows, inner, columns: M, K and the columns of the result.
         gated: two products a column.
-        cores: multiprocessors of the GPU.
     """
     vector = DenseTiles(64, 128, num_stages=3, vector=True)
-    vector = replace(vector, splits=_most_splits(vector, 8, inner, columns, cores))
+    vector = replace(vector, splits=_most_splits(vector, 8, inner, columns))
     parts = 2 if gated else 1
     fits = rows * parts <= VECTOR_SUMS
     if rows > MIN_ROWS:
         if gated:
-            return DenseTiles(splits=_splits(columns, 128, cores), num_stages=4, transposed=True)
-        return DenseTiles(64, 128, splits=_splits(columns, 64, cores), num_stages=4, transposed=True)
+            return DenseTiles(splits=_splits(columns, 128), num_stages=4, transposed=True)
+        return DenseTiles(64, 128, splits=_splits(columns, 64), num_stages=4, transposed=True)
     if inner * columns * parts < 2**23:
         few = DenseTiles(64, 32, num_warps=2) if gated else DenseTiles(32, 256, num_stages=3)
-        return vector if fits else replace(few, splits=_most_splits(few, 4, inner, columns, cores))
-    if not gated and 0.75 * cores <= -(-columns // 32) <= cores and inner * columns <= 2**25:
+        return vector if fits else replace(few, splits=_most_splits(few, 4, inner, columns))
+    if not gated and 0.75 * CORES <= -(-columns // 32) <= CORES and inner * columns <= 2**25:
         return DenseTiles(32, 512, num_warps=2, num_stages=3)
-    blocks, splits = -(-columns // 128), _splits(columns, 128, cores)
-    if blocks >= 2 * cores or 0.75 * cores <= blocks * splits <= cores:
+    blocks, splits = -(-columns // 128), _splits(columns, 128)
+    if blocks >= 2 * CORES or 0.75 * CORES <= blocks * splits <= CORES:
         return DenseTiles(splits=splits)
-    return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * cores else 2)
+    return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * CORES else 2)
 
 
-def _most_splits(tiles: DenseTiles, most: int, inner: int, columns: int, cores: int) -> int:
+def _most_splits(tiles: DenseTiles, most: int, inner: int, columns: int) -> int:
     """The largest power of two up to `most` that leaves each program a step, and a multiprocessor four programs."""
-    most = min(most, -(-inner // tiles.block_inner), 4 * cores // -(-columns // tiles.block_columns))
+    most = min(most, -(-inner // tiles.block_inner), 4 * CORES // -(-columns // tiles.block_columns))
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _splits(columns: int, block: int, cores: int) -> int:
+def _splits(columns: int, block: int) -> int:
     """The fewest parts of K, a power of two up to 8, that give most multiprocessors a program."""
-    return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * cores), 8)
+    return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * CORES), 8)
 
 
 # Rows up to which each tiling is the best of fifty on an H200, programs that K is split for (48 heads of 128, hidden

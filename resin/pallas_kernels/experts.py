@@ -27,10 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_small import Gate, activate
-from resin.pallas_kernels.tiles import tile_dot
+from resin.pallas_kernels.tiles import NOWHERE, tile_dot
 
 SCAN_PAIRS = 512  # above it a 16 x P comparison no longer fits the registers
-NOWHERE = 2**31 - 1  # index of what must not be stored; such lanes are masked
 
 
 @dataclass(frozen=True, slots=True)

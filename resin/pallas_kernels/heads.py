@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import round_fp8
-
-NOWHERE = 2**31 - 1  # row index of what must not be stored; such lanes are masked
+from resin.pallas_kernels.tiles import NOWHERE
 
 
 class NewTokens(NamedTuple):

@@ -93,6 +93,10 @@ class _Spec(ProductSpec):
     heads: HeadSpec
 
     @property
+    def name(self) -> str:
+        return "project_heads"
+
+    @property
     def parts(self) -> int:
         """The halves of a head."""
         return 2

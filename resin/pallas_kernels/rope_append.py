@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, row_elements
-from resin.pallas_kernels.heads import NOWHERE, HeadSpec, NewTokens, append_heads, turn_heads
-from resin.pallas_kernels.tiles import plane_rows
+from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
+from resin.pallas_kernels.tiles import NOWHERE, plane_rows
 
 LARGE_TOKENS = 64
 

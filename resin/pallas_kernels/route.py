@@ -22,13 +22,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_route_tiles
-from resin.pallas_kernels.sampling import NOWHERE, ordered
-from resin.pallas_kernels.tiles import MIN_ROWS
+from resin.pallas_kernels.sampling import ordered
+from resin.pallas_kernels.tiles import MIN_ROWS, NOWHERE
 from resin.plan import InvalidRequest
 
 SIGMOID_SUM_EPS = 1e-6  # added to the sum that sigmoid weights are divided by, as the models that use them do
 LOADED_VALUES = 16_384  # float32 sums that the last program asks for before it adds: at most 128 a thread
-TAKEN = -(2**31)  # below the integer of every float
+NAN_KEY, TAKEN = 2**31 - 1, -(2**31)  # above and below the integer of every float
 
 Share = Literal["softmax", "sigmoid"]
 
@@ -50,10 +50,11 @@ class RouteRule:
     scaling: float = 1.0
 
     def check(self, experts: int, *, has_selection_bias: bool = False) -> None:
-        """Whether a router can follow it.
+        """Refuses what no router can follow.
 
         Raises:
-            InvalidRequest: fewer experts than it takes, or a bias of the choice that it knows no use for.
+            InvalidRequest: fewer experts than it takes, a share of another name, or a bias of the choice that it knows
+                no use for.
         """
         if not 1 <= self.top_k <= experts:
             raise InvalidRequest("top_k", self.top_k, f"1 to {experts}, the number of experts")
@@ -130,6 +131,7 @@ def route_tokens(
         tiles=tiles or choose_route_tiles(rows, inner, experts),
         interpret=interpret,
     )
+    assert spec.column_blocks == 1, spec.tiles
     shapes = tuple(jax.ShapeDtypeStruct((rows, rule.top_k), dtype) for dtype in (jnp.int32, jnp.float32))
     operands = Operands(x, gate, norm, _Extras(bias, selection_bias, live))
     (ids, weights, *normed), counters = run_product(spec, _finish, shapes, operands, counters)
@@ -213,7 +215,7 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
 
 def _places(ranked: jax.Array, column: jax.Array, real: jax.Array, top_k: int) -> jax.Array:
     """int32 of `ranked`'s shape: 0 at the largest of each row, k - 1 at the k-th; k at all others."""
-    key = jnp.where(ranked == ranked, ordered(ranked), NOWHERE)
+    key = jnp.where(ranked == ranked, ordered(ranked), NAN_KEY)
 
     def take(index, carry):
         left, place = carry

@@ -27,10 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from resin.pallas_kernels.tiles import NOWHERE
+
 SPAN_TOKENS = 64
 SURVEY_SPANS = 32  # spans a survey program
 KEPT_SPANS = 128  # 8192 tokens: 16 a thread of the choose kernel
-NOWHERE = 2**31 - 1  # index of what must not be stored; such lanes are masked
 SIGN = -(2**31)
 
 

@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.sampling import NOWHERE, SIGN, Draw, gumbel, ordered, row_keys
+from resin.pallas_kernels.sampling import SIGN, Draw, gumbel, ordered, row_keys
+from resin.pallas_kernels.tiles import NOWHERE
 
 TILE_TOKENS = 4096  # 32 a thread of 4 warps
 

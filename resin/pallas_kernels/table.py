@@ -76,7 +76,7 @@ def pick_kernels(
 
     Args:
         platform: JAX's name of it ("cpu", "cuda", "gpu"); platforms without an entry take the XLA references.
-        cores: multiprocessors of the GPU, which split counts follow.
+        cores: multiprocessors of the GPU, which the splits of decode attention follow.
         backend: overrides the platform's.
         has_fresh_prefill: False leaves out `fresh_prefill` everywhere.
     """

@@ -18,6 +18,7 @@ MASKED = -1e30  # a masked score
 # the exact product, and 2 to that difference may be infinite.
 NO_TOP = -1e20
 LOG2E = math.log2(math.e)
+NOWHERE = 2**31 - 1  # index of what must not be stored; such lanes are masked
 MIN_ROWS = 16  # rows of the smallest tensor-core product
 
 

@@ -50,6 +50,7 @@ def test_engine_figures_and_sampling_are_named() -> None:
 def test_what_a_case_was_run_with_is_named_and_keeps_it_apart() -> None:
     special = {"cache_dtype": "float8_e4m3fn", "xla_flags": "--xla_one=2", "engine_ms": 1.3, "engine_ratio": 1.05}
     rows = newest_rows([ROW, ROW | special | {"overlap": 2}, ROW | {"xla_flags": ""}])
+    assert len(newest_rows([ROW, ROW | {"xla_flags": "--xla_one=2"}])) == 2
     _, line = [line for line in build_table(rows).splitlines() if line.startswith("| qwen3")]
     assert "bfloat16, 8-bit cache, `--xla_one=2` |" in line and "1.30 ms (+5.0%), overlap 2 |" in line
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,12 @@ from flax import nnx
 from resin.models.declare import Placement
 from resin.models.norm import RMSNorm
 from resin.models.paged import PagedContext
-from resin.models.routers import Router, SigmoidRouter, SoftmaxRouter, TopKSoftmaxRouter
+from resin.models.routers import Router
+from resin.pallas_kernels.route import RouteRule
 from resin.pallas_kernels.table import ROUTE_ROWS, Backend, pick_kernels
 from resin.plan import CacheGeometry, InvalidRequest, Phase
 
-SIZES = {"hidden": 4, "experts": 4, "top_k": 2}
+SIZES = {"hidden": 4, "experts": 4}
 SCORES = np.array([[2.0, 1.0, 2.0, -1.0]], np.float32)
 
 
@@ -32,7 +35,7 @@ def route(router: Router) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_softmax_over_all_experts(renormalise: bool) -> None:
-    experts, weights = route(filled(SoftmaxRouter(Placement(), "gate", renormalise=renormalise, **SIZES)))
+    experts, weights = route(filled(Router(Placement(), "gate", rule=RouteRule(2, renormalise=renormalise), **SIZES)))
     share = np.exp(SCORES[0]) / np.exp(SCORES[0]).sum()
     assert experts == [0, 2]  # equal scores: the lowest expert first
     np.testing.assert_allclose(weights, share[[0, 2]] / (share[[0, 2]].sum() if renormalise else 1), rtol=1e-6)
@@ -40,13 +43,15 @@ def test_softmax_over_all_experts(renormalise: bool) -> None:
 
 def test_softmax_over_the_chosen_ones_with_bias() -> None:
     bias = np.array([0.0, 3.0, -9.0, 0.0], np.float32)
-    experts, weights = route(filled(TopKSoftmaxRouter(Placement(), "router", bias=True, **SIZES), bias=bias))
+    router = Router(Placement(), "router", rule=RouteRule(2, renormalise=True), bias=True, **SIZES)
+    experts, weights = route(filled(router, bias=bias))
     assert experts == [1, 0]
     np.testing.assert_allclose(weights, np.exp([4.0, 2.0]) / np.exp([4.0, 2.0]).sum(), rtol=1e-6)
 
 
 def test_selection_bias_chooses_but_does_not_weigh() -> None:
-    router = SigmoidRouter(Placement("bfloat16"), "gate", selection_bias="bias", renormalise=True, scaling=2.5, **SIZES)
+    rule = RouteRule(2, "sigmoid", renormalise=True, scaling=2.5)
+    router = Router(Placement("bfloat16"), "gate", rule=rule, selection_bias="bias", **SIZES)
     assert router.selection_bias is not None and router.selection_bias.declaration.dtype == "float32"
     experts, weights = route(filled(router, selection_bias=np.array([0.0, 0.0, 0.0, 5.0], np.float32)))
     sigmoid = 1 / (1 + np.exp(-SCORES[0]))
@@ -62,19 +67,19 @@ def drawn(module: nnx.Module, seed: int) -> nnx.Module:
     return nnx.merge(graph, values)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, ROUTE_ROWS + 1])
+@pytest.mark.parametrize("tokens", [1, 2, 3, ROUTE_ROWS + 1])
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("rule", "biases"),
     [
-        (SoftmaxRouter, {"renormalise": True}),
-        (TopKSoftmaxRouter, {"bias": True}),
-        (SigmoidRouter, {"selection_bias": "bias", "renormalise": True, "scaling": 2.5}),
+        (RouteRule(3), {}),
+        (RouteRule(3, renormalise=True), {"bias": True}),
+        (RouteRule(3, "sigmoid", renormalise=True, scaling=2.5), {"selection_bias": "bias"}),
     ],
 )
-def test_a_plan_is_routed_as_by_the_router_alone(kind: type[Router], options: dict[str, object], tokens: int) -> None:
+def test_a_plan_is_routed_as_by_the_router_alone(rule: RouteRule, biases: dict[str, Any], tokens: int) -> None:
     """One kernel for few tokens, XLA for many; the last token of several is padding."""
     placement = Placement("bfloat16")
-    router = drawn(kind(placement, "gate", hidden=64, experts=12, top_k=3, **options), 1)
+    router = drawn(Router(placement, "gate", rule=rule, hidden=64, experts=12, **biases), 1)
     norm = drawn(RMSNorm(placement, "norm", 64, 1e-5), 2)
     live = max(1, tokens - 1)
     columns = {"positions": jnp.zeros(tokens, jnp.int32), "header": jnp.array([0, live], jnp.int32)}
@@ -109,4 +114,4 @@ def test_a_plan_is_routed_as_by_the_router_alone(kind: type[Router], options: di
 
 def test_more_experts_a_token_than_there_are_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="top_k=5: expected 1 to 4"):
-        TopKSoftmaxRouter(Placement(), "gate", hidden=4, experts=4, top_k=5)
+        Router(Placement(), "gate", rule=RouteRule(5), hidden=4, experts=4)

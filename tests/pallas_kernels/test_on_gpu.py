@@ -150,15 +150,19 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
         (7, 576, 1536, None),
         (16, 4096, 4096, "silu"),
         (33, 2048, 1000, None),
+        (1, 4096, 4096, None),
+        (8, 4096, 4096, None),
     ],
 )
 def test_dense(rows, inner, columns, gate):
-    keys = jax.random.split(jax.random.key(fresh_seed()), 3)
+    """Without a gate, a residual."""
+    keys = jax.random.split(jax.random.key(fresh_seed()), 4)
     x = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
     norm = 1 + jax.random.normal(keys[1], (inner,), jnp.bfloat16) / 4
     weight = jax.random.normal(keys[2], (inner, columns), jnp.bfloat16) * inner**-0.5
+    residual = None if gate else jax.random.normal(keys[3], (rows, columns), jnp.bfloat16)
+    call = {"norm": norm, "gate": gate, "residual": residual}
     poison_memory()
-    call = {"norm": norm, "gate": gate}
     out, _ = jax.jit(functools.partial(dense_small, **call))(x, weight)
     expected, _ = jax.jit(functools.partial(dense_small_ref, **call))(x, weight)
     assert relative_error(out, np.asarray(expected, np.float64)) < BF16_ERROR
