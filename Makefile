@@ -23,7 +23,7 @@ CONSTRAINTS := constraints/$(if $(filter 3.11,$(VERSION)),py311,py312).txt
 RUN := $(VENV)/bin/
 PIP := $(RUN)python -m pip --disable-pip-version-check
 
-.PHONY: chat serve test check format lint types cloc install install-dev
+.PHONY: chat serve test check format lint types kernels cloc install install-dev
 .DEFAULT_GOAL := chat
 
 chat: install ## talk to the model in the terminal
@@ -42,6 +42,10 @@ format: install-dev
 
 lint: install-dev
 	$(RUN)ruff check .
+
+# Compiles every kernel for GPUs that need not be here: all, or those of ARCH=90 or ARCH=100.
+kernels: install-dev
+	$(RUN)python -m pytest -q -m slow tests/pallas_kernels/test_cuda_lowering.py $(if $(ARCH),-k $(ARCH))
 
 types: install-dev
 	$(RUN)mypy
