@@ -148,8 +148,7 @@ class PagedContext(Context):
                 heads=joined - 2 * layer.kv_heads,
                 kv_heads=layer.kv_heads,
                 page_entries=rows.page_entries,
-                norm=None if norm is None else norm.weight[...],
-                eps=1e-6 if norm is None else norm.eps,
+                **_norm_arguments(norm),
                 head_eps=1e-6 if norms is None else norms[0].eps,
                 fp8_scale=rows.fp8_scale,
                 counters=self._zero_counters("dense", joined),
@@ -212,8 +211,7 @@ class PagedContext(Context):
         out, counters = self._kernels.dense(
             x,
             weight,
-            norm=None if norm is None else norm.weight[...],
-            eps=1e-6 if norm is None else norm.eps,
+            **_norm_arguments(norm),
             gate=None if gate is None else "silu",
             residual=residual,
             out_dtype=out_dtype,
@@ -231,10 +229,8 @@ class PagedContext(Context):
             x,
             router.gate[...],
             rule=router.rule,
-            norm=None if norm is None else norm.weight[...],
-            eps=1e-6 if norm is None else norm.eps,
-            bias=None if router.bias is None else router.bias[...],
-            selection_bias=None if router.selection_bias is None else router.selection_bias[...],
+            **_norm_arguments(norm),
+            **router.biases(),
             live=None if tokens == 1 else self.columns["header"][1:2],
             counters=self._zero_counters("dense", 1),
         )
@@ -385,6 +381,11 @@ class PagedContext(Context):
 def _kernels_take(*norms: RMSNorm | None) -> bool:
     """Whether kernels compute these norms: they know no `1 + weight`."""
     return all(norm is None or norm.order is not NormOrder.ONE_PLUS for norm in norms)
+
+
+def _norm_arguments(norm: RMSNorm | None) -> dict[str, Any]:
+    """A kernel's arguments for the norm before its product."""
+    return {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
 
 
 def _to_arena(vectors: jax.Array, dtype: Any, fp8_scale: float | None = None) -> jax.Array:

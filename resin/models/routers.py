@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.context import Context, Routed
 from resin.models.declare import BIAS, Placement, Transposed, declare
 from resin.models.norm import RMSNorm
-from resin.pallas_kernels.route import RouteRule, choose_experts
+from resin.pallas_kernels.route import RouteRule, route_tokens_ref
 
 
 class Router(nnx.Module):
@@ -49,15 +50,15 @@ class Router(nnx.Module):
             else None
         )
 
-    def scores(self, x: jax.Array) -> jax.Array:
-        """float32 [T, E]."""
-        scores = jnp.matmul(x, self.gate[...], preferred_element_type=jnp.float32)
-        return scores if self.bias is None else scores + self.bias[...].astype(jnp.float32)[None, :]
-
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Experts int32 [T, k] and their weights float32 [T, k]; equal shares take the lowest expert."""
-        bias = None if self.selection_bias is None else self.selection_bias[...]
-        return choose_experts(self.scores(x), self.rule, bias)
+        experts, weights, *_ = route_tokens_ref(x, self.gate[...], rule=self.rule, **self.biases())
+        return experts, weights
+
+    def biases(self) -> dict[str, Any]:
+        """Those that there are, by the names that `route_tokens` has for them."""
+        named = {"bias": self.bias, "selection_bias": self.selection_bias}
+        return {name: bias[...] for name, bias in named.items() if bias is not None}
 
     def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> Routed:
         """The same of `norm(x)` within a pass, which knows the platform's kernels and the padding."""

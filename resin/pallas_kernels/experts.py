@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,14 +137,12 @@ def grouped_product(
         columns=columns // 2 if gate else columns,
         pairs_per_row=pairs_per_row,
         gate=gate,
-        has_scale=scale is not None,
-        has_factor=factor is not None,
         tiles=tiles,
         scan=ids.shape[0] <= SCAN_PAIRS,
         interpret=interpret,
     )
-    lists = (ids,) if spec.scan else tuple(sort_pairs(ids, experts, tiles.rows))
-    return _call(spec, x, weight, lists, scale, factor)
+    lists = ids if spec.scan else sort_pairs(ids, experts, tiles.rows)
+    return _call(spec, _Operands(x, weight, lists, scale, factor))
 
 
 def sort_pairs(ids: jax.Array, experts: int, tile_rows: int) -> SortedPairs:
@@ -162,6 +160,16 @@ def sort_pairs(ids: jax.Array, experts: int, tile_rows: int) -> SortedPairs:
     return SortedPairs(order, tile_ends[-1:], expert, start, place_ends[expert])
 
 
+class _Operands(NamedTuple):
+    """Arrays of a call or, in the kernel, their references."""
+
+    x: Any
+    weight: Any
+    lists: Any  # the pairs' experts, or SortedPairs
+    scale: Any
+    factor: Any
+
+
 @dataclass(frozen=True, slots=True)
 class _Spec:
     """Everything static about one call."""
@@ -172,8 +180,6 @@ class _Spec:
     columns: int
     pairs_per_row: int
     gate: Gate | None
-    has_scale: bool
-    has_factor: bool
     tiles: GroupedTiles
     scan: bool
     interpret: bool
@@ -185,21 +191,27 @@ class _Spec:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _call(spec: _Spec, x, weight, lists, scale, factor):
+def _call(spec: _Spec, operands: _Operands):
     """The kernel call. Nested jit: the layers of a model trace and lower it once."""
-    inputs = jax.tree.leaves((x, weight, lists, scale, factor))
-    programs = min(spec.pairs, spec.experts) if spec.scan else lists[2].shape[0]
+    inputs, structure = jax.tree.flatten(operands)
+    programs = min(spec.pairs, spec.experts) if spec.scan else operands.lists.expert.shape[0]
     return pl.pallas_call(
-        functools.partial(_scan_kernel if spec.scan else _sorted_kernel, spec=spec),
+        functools.partial(_kernel, spec=spec, structure=structure),
         grid=(-(-spec.columns // spec.tiles.block_columns), programs),
-        out_shape=jax.ShapeDtypeStruct((spec.pairs, spec.columns), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((spec.pairs, spec.columns), operands.x.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages),
         interpret=spec.interpret,
         name="grouped_product",
     )(*inputs)
 
 
-def _scan_kernel(x_ref, weight_ref, ids_ref, *refs, spec: _Spec):
+def _kernel(*refs, spec: _Spec, structure):
+    *held, out_ref = refs
+    (_scan_kernel if spec.scan else _sorted_kernel)(jax.tree.unflatten(structure, held), out_ref, spec)
+
+
+def _scan_kernel(operands: _Operands, out_ref, spec: _Spec) -> None:
+    ids_ref = operands.lists
     block, slot = pl.program_id(0), pl.program_id(1)
     pair = jnp.arange(pl.next_power_of_2(spec.pairs), dtype=jnp.int32)
     ids = plgpu.load(ids_ref.at[pair], mask=pair < spec.pairs, other=-1)
@@ -215,28 +227,27 @@ def _scan_kernel(x_ref, weight_ref, ids_ref, *refs, spec: _Spec):
         def tile(index, _):
             wanted = index * spec.tiles.rows + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
             found = jnp.sum(jnp.where(rank[None, :] == wanted[:, None], pair[None, :], 0), axis=1)
-            _product(x_ref, weight_ref, refs, expert, found, wanted < count, block, spec)
+            _product(operands, out_ref, expert, found, wanted < count, block, spec)
             return _
 
         lax.fori_loop(0, pl.cdiv(count, spec.tiles.rows), tile, 0)
 
 
-def _sorted_kernel(x_ref, weight_ref, pairs_ref, count_ref, expert_ref, start_ref, end_ref, *refs, spec: _Spec):
+def _sorted_kernel(operands: _Operands, out_ref, spec: _Spec) -> None:
+    lists = operands.lists
     block, tile = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(tile < count_ref[0])
+    @pl.when(tile < lists.live_tiles[0])
     def _():
-        place = start_ref[tile] + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
-        live = place < end_ref[tile]
-        pair = plgpu.load(pairs_ref.at[place], mask=live, other=0)
-        _product(x_ref, weight_ref, refs, expert_ref[tile], pair, live, block, spec)
+        place = lists.start[tile] + jnp.arange(spec.tiles.rows, dtype=jnp.int32)
+        live = place < lists.end[tile]
+        pair = plgpu.load(lists.pairs.at[place], mask=live, other=0)
+        _product(operands, out_ref, lists.expert[tile], pair, live, block, spec)
 
 
-def _product(x_ref, weight_ref, refs, expert, pair, live, block, spec: _Spec) -> None:
+def _product(operands: _Operands, out_ref, expert, pair, live, block, spec: _Spec) -> None:
     """One row tile times one column block of an expert's weight, to the rows `pair` of the result."""
-    *rest, out_ref = refs
-    scale_ref = rest.pop(0) if spec.has_scale else None
-    factor_ref = rest.pop(0) if spec.has_factor else None
+    x_ref, weight_ref, _, scale_ref, factor_ref = operands
     tiles = spec.tiles
     column = block * tiles.block_columns + jnp.arange(tiles.block_columns, dtype=jnp.int32)
     row = pair // spec.pairs_per_row

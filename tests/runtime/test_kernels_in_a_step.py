@@ -28,9 +28,8 @@ LOGPROBS = SamplingParams(temperature=0, logprobs=5)
     ("family", "kv_dtype"),
     [
         pytest.param("llama", None, marks=pytest.mark.slow),
-        pytest.param(
-            "qwen3", None, marks=pytest.mark.slow
-        ),  # attention as qwen3_moe's, products as beside 8-bit values
+        # Attention is that of qwen3_moe, products are those beside 8-bit values.
+        pytest.param("qwen3", None, marks=pytest.mark.slow),
         ("qwen3", "float8_e4m3fn"),
         ("qwen3_moe", None),
     ],
