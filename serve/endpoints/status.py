@@ -38,10 +38,12 @@ async def get_model(request: web.Request) -> web.Response:
 async def get_health(request: web.Request) -> web.Response:
     """200 while requests are taken, 503 once the server drains."""
     service = service_of(request)
+    room = service.engine.context_length - 1
     state = {
         "status": "draining" if service.is_draining else "ok",
         "model": service.model,
         "replicas": 1,
+        "max_output_tokens": min(service.config.max_output_tokens or room, room),
         "active_sessions": service.actor.active,
         "queued": service.actor.queued,
     }

@@ -6,6 +6,7 @@ const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "thinks", "key
 let turns = JSON.parse(sessionStorage.getItem("turns") || "[]");
 let running = null; // AbortController of the answer under way
 let model = "";
+let longestAnswer = Infinity; // tokens that the server gives at most
 let rank = null; // every turn of this page goes to one replica, which has its prefix cached
 
 function save() {
@@ -87,13 +88,14 @@ async function* readEvents(response) {
 
 function requestBody() {
   const system = $("system").value.trim();
-  const history = turns.filter((turn) => !turn.isEmpty).map(({ role, content }) => ({ role, content }));
+  const history = turns.filter((turn) => turn.content).map(({ role, content }) => ({ role, content }));
+  const asked = Number($("max_tokens").value); // empty: what fits
   return {
     model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
     temperature: Number($("temperature").value),
     top_p: Number($("top_p").value),
-    max_tokens: Math.min(16384, Number($("max_tokens").value)),
+    ...(asked > 0 ? { max_tokens: Math.min(asked, longestAnswer) } : {}),
     chat_template_kwargs: { enable_thinking: $("thinks").checked },
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -137,7 +139,6 @@ async function answer() {
   } catch (error) {
     if (error.name !== "AbortError") turn.fault = error.message;
   }
-  turn.isEmpty = !turn.content;
   running = null;
   setBusy(false);
   draw();
@@ -180,10 +181,13 @@ async function start() {
   const health = await (await fetch("health")).json();
   model = health.model;
   $("model").textContent = model;
+  longestAnswer = health.max_output_tokens;
   const kept = Number(sessionStorage.getItem("rank") ?? NaN);
   rank = kept < health.replicas ? kept : Math.floor(Math.random() * health.replicas);
   sessionStorage.setItem("rank", String(rank));
 }
+
+window.addEventListener("pagehide", save); // an answer under way keeps what it has
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();

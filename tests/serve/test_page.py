@@ -15,6 +15,7 @@ from tests.serve.running import running_server
 from tests.serve.scripted_runner import ScriptedRunner
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LONGEST_ANSWER = 3600
 RICH = (
     "# Title\n\nSome **bold** text, $e^{i\\pi} + 1 = 0$, costs $5 and $6.\n\n"
     "$$\\int_0^1 x\\,dx = \\frac12$$\n\n```python\ndef f(x):\n    return 'é'\n```\n\n| a | b |\n| - | - |\n| 1 | 2 |\n"
@@ -58,7 +59,7 @@ def slow_server() -> Iterator[HttpServer]:
     runner.answer("[hostile]", HOSTILE)
     runner.answer("[think]", "<think>\nLet me see.\n</think>\n\nForty-two.")
     runner.answer("[long]", "word " * 700)
-    with running_server(runner) as server:
+    with running_server(runner, max_output_tokens=LONGEST_ANSWER) as server:
         yield server
 
 
@@ -134,6 +135,29 @@ def test_stop_and_reload(page: Any) -> None:
     assert answer.locator(".reasoning").text_content() == "Let me see."
     page.click("#clear")
     assert page.locator(".turn").count() == 0
+
+
+def test_a_reload_keeps_what_has_come_of_an_answer(page: Any) -> None:
+    say(page, "[long]")
+    page.wait_for_selector(".assistant:has-text('word word')")
+    page.reload()
+    page.wait_for_selector(".assistant:has-text('word word')")
+    assert page.locator(".user").inner_text() == "[long]"
+    with page.expect_request("**/v1/chat/completions") as info:
+        say(page, "[think]")
+    roles = [message["role"] for message in info.value.post_data_json["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert wait_for_answer(page).locator(".answer").inner_text() == "Forty-two."
+
+
+def test_the_longest_answer_is_the_servers_unless_the_reader_wants_less(page: Any) -> None:
+    for wanted, sent in (("", None), ("16384", LONGEST_ANSWER), ("7", 7)):
+        page.evaluate("document.getElementById('settings').open = true")
+        page.fill("#max_tokens", wanted)
+        with page.expect_request("**/v1/chat/completions") as info:
+            say(page, "[think]")
+        assert info.value.post_data_json.get("max_tokens") == sent
+        assert wait_for_answer(page).locator(".fault").count() == 0
 
 
 def test_model_text_cannot_act(page: Any) -> None:
