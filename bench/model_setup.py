@@ -27,7 +27,7 @@ from resin.models.weights import Progress
 from resin.runtime import ModelRunner, RunnerOptions
 from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.executable import StepSpec
-from resin.runtime.load import build_spec, check_weights, read_weights
+from resin.runtime.load import build_spec, check_weights, fit_options, read_weights
 from resin.runtime.mesh import build_mesh
 from resin.settings import CACHE_DIRECTORY
 
@@ -121,9 +121,9 @@ def build_setup(
         if choice.balanced_experts:
             model_class = BalancedModel(model_class)
         config = model_class.Config.from_hf(checkpoint.config)
+        options = fit_options(replace(options, dummy=choice.dummy), checkpoint)
         spec = build_spec(model_class, config, sized_options(options, cases), mesh)
         spec = replace(spec, config=replace(spec.config, buckets=all_buckets(spec, cases)))
-        options = replace(options, dummy=choice.dummy)
         check_weights(spec, checkpoint, options)
         runner = ModelRunner(
             spec,

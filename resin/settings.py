@@ -73,12 +73,20 @@ def _default_cache(environment: Mapping[str, str]) -> Path:
 
 
 CACHE_DIRECTORY: Setting[Path] = Setting(
-    "RESIN_CACHE", _parse_directory, _default_cache, "where downloads and compiled programs are kept"
+    "RESIN_CACHE",
+    _parse_directory,
+    _default_cache,
+    "where downloads and compiled programs are kept; default $XDG_CACHE_HOME/resin, or ~/.cache/resin",
 )
 HUB_ENDPOINT: Setting[str] = Setting(
-    "HF_ENDPOINT", _parse_address, lambda _: "https://huggingface.co", "address of the model hub"
+    "HF_ENDPOINT",
+    _parse_address,
+    lambda _: "https://huggingface.co",
+    "address of the model hub; default https://huggingface.co",
 )
-HUB_TOKEN: Setting[str | None] = Setting("HF_TOKEN", _parse_token, lambda _: None, "access token for gated models")
+HUB_TOKEN: Setting[str | None] = Setting(
+    "HF_TOKEN", _parse_token, lambda _: None, "access token for gated models of the hub; none if absent"
+)
 API_KEY: Setting[str | None] = Setting(
     "RESIN_API_KEY", _parse_token, lambda _: None, "key that clients of `resin serve` must send; none if absent"
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from resin.plan import ResinError
 from serve.commands import chat, convert, download, generate, inspect, serving, verify
@@ -14,10 +16,15 @@ from serve.commands import chat, convert, download, generate, inspect, serving, 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands and their arguments."""
     parser = argparse.ArgumentParser(prog="resin", description="Building blocks for LLM inference in JAX.")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (chat, serving, generate, download, convert, inspect, verify):
         command.add_parser(commands)
     return parser
+
+
+def _version() -> str:
+    return f"resin {metadata.version('resin')} (jax {metadata.version('jax')}, Python {platform.python_version()})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -136,6 +136,7 @@ class OfflineRun:
             parser = loaded.recipe.create_parser(prompt_ids, tools=tools)
         params = build_params(
             body,
+            defaults=loaded.sampling,
             max_output_tokens=body.max_tokens if body.max_tokens is not None else self._default_max_tokens,
             stop_token_ids=stops,
             logprobs=body.top_logprobs,

@@ -80,6 +80,7 @@ async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
     masks = await service.masks(goal, prompt_ids, count, param)
     params = build_params(
         ask.sampling,
+        defaults=service.sampling,
         max_output_tokens=limit,
         stop_token_ids=recipe.stop_token_ids,
         logprobs=ask.logprobs,

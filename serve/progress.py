@@ -12,7 +12,10 @@ _BAR_CELLS = 24
 
 
 class ProgressBar:
-    """Redraws one line. Where the stream is no terminal, it writes a line only when a job is complete."""
+    """Redraws one line, which names the job from its beginning. Leaving its `with` block takes the line away.
+
+    Where the stream is no terminal, it writes a line only when a job is complete.
+    """
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         self._title = title
@@ -21,6 +24,14 @@ class ProgressBar:
         self._drawn_s = 0.0
         self._started_s = time.monotonic()
         self._has_line = False
+        if self._is_terminal:
+            self._draw(title)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._clear()
 
     def update(self, what: str, done: int, total: int | None) -> None:
         """The shape that loading and warming up report in: what is being done, how much is done, of how much."""
@@ -33,18 +44,25 @@ class ProgressBar:
         cells = round(share * _BAR_CELLS)
         bar = "#" * cells + "." * (_BAR_CELLS - cells)
         amount = f"{_amount(done)}/{_amount(total)}" if total else _amount(done)
-        line = f"{self._title} [{bar}] {amount} {what}"
+        self._draw(f"{self._title} [{bar}] {amount} {what}")
+
+    def close(self, summary: str = "") -> None:
+        """Replaces the bar with a closing line."""
+        self._clear()
+        seconds = time.monotonic() - self._started_s
+        self._stream.write(f"{self._title}: {summary or 'done'} in {seconds:.1f} s\n")
+        self._stream.flush()
+
+    def _draw(self, line: str) -> None:
         self._stream.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
         self._stream.flush()
         self._has_line = True
 
-    def close(self, summary: str = "") -> None:
-        """Replaces the bar with a closing line."""
+    def _clear(self) -> None:
         if self._has_line:
             self._stream.write("\r\x1b[K")
-        seconds = time.monotonic() - self._started_s
-        self._stream.write(f"{self._title}: {summary or 'done'} in {seconds:.1f} s\n")
-        self._stream.flush()
+            self._stream.flush()
+            self._has_line = False
 
 
 def _amount(value: int) -> str:

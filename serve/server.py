@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 
 from resin import Engine, EngineFailed
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import Recipe, Tokenizer
 from serve.actor import EngineActor
 from serve.app import build_app
@@ -43,6 +44,7 @@ class HttpServer:
         recipe: the model's conversation format; without one there are no chat endpoints.
         model: the name that clients ask for.
         tokenizer: for raw prompts and logprobs; None takes the runner's own, if it has one.
+        sampling: how to sample where a request does not say; None takes Resin's own defaults.
         request_queue_capacity: see ServerConfig.
         stream_interval: see ServerConfig.
         config: everything else; the two arguments above override it.
@@ -55,6 +57,7 @@ class HttpServer:
         model: str,
         recipe: Recipe | None = None,
         tokenizer: Tokenizer | None = None,
+        sampling: SamplingDefaults | None = None,
         request_queue_capacity: int | None = None,
         stream_interval: int | None = None,
         config: ServerConfig | None = None,
@@ -70,6 +73,7 @@ class HttpServer:
         self._engine = engine
         self._recipe = recipe
         self._tokenizer = tokenizer if tokenizer is not None else getattr(engine.runner, "tokenizer", None)
+        self._sampling = sampling or SamplingDefaults()
         self._ready = threading.Event()
         self._finished = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -193,6 +197,7 @@ class HttpServer:
             model=self.model,
             recipe=self._recipe,
             tokenizer=self._tokenizer,
+            sampling=self._sampling,
             config=self.config,
             metrics=metrics,
         )

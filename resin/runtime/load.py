@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def build_runner(
     Args:
         on_loaded: called once they are.
     """
-    options = options or RunnerOptions()
+    options = fit_options(options or RunnerOptions(), checkpoint)
     directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
     half = options.compile_cache_bytes // 2
     if half:
@@ -107,6 +107,22 @@ def build_runner(
         compile_threads=options.compile_threads,
         program_cache=programs,
     )
+
+
+def default_dtype(mesh: jax.sharding.Mesh) -> str:
+    """Dtype of weights and activations on a mesh's platform."""
+    return str(_defaults(mesh)["dtype"])
+
+
+def _defaults(mesh: jax.sharding.Mesh) -> Mapping[str, Any]:
+    return DEFAULTS["cpu" if platform_of(mesh) == "cpu" else "gpu"]
+
+
+def fit_options(options: RunnerOptions, checkpoint: Checkpoint) -> RunnerOptions:
+    """The options, with the dtype of converted weights where they name none: other weights take the platform's."""
+    if options.dtype is None and isinstance(checkpoint, ConvertedCheckpoint) and not options.dummy:
+        return replace(options, dtype=checkpoint.dtype)
+    return options
 
 
 def check_weights(spec: StepSpec, checkpoint: Checkpoint, options: RunnerOptions) -> None:
@@ -146,7 +162,7 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
         InvalidRequest: a context longer than the model's, or sizes that contradict each other.
     """
     platform = platform_of(mesh)
-    defaults: dict[str, Any] = DEFAULTS["cpu" if platform == "cpu" else "gpu"]
+    defaults = _defaults(mesh)
     placement = Placement(options.dtype or defaults["dtype"], tp=options.tp, ep=options.ep)
     context = options.max_context_tokens or min(config.max_context_tokens, defaults["context"])
     if context > config.max_context_tokens:

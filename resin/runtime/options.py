@@ -16,10 +16,10 @@ FRESH_ATTENTION = ("cudnn", "paged")
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """Execution settings; None means the platform's default, which `load_runner` resolves and prints.
+    """Execution settings; None means the platform's default, which `load_runner` resolves.
 
     Attributes:
-        dtype: dtype of weights and activations: float32 on CPU, bfloat16 on GPU.
+        dtype: dtype of weights and activations: what converted weights have, else float32 on CPU, bfloat16 on GPU.
         cache_dtype: dtype of the arena: float32 on CPU, bfloat16 on GPU; "uint16" holds the bits of bfloat16.
         kv_dtype: "float8_e4m3fn" keeps keys and values in 8 bits; None in the arena's dtype. The arena is then uint16
             where Triton bodies run.

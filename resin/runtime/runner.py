@@ -101,6 +101,11 @@ class ModelRunner:
         return self._spec.mesh.devices.flat[0]
 
     @property
+    def dtype(self) -> str:
+        """Dtype of activations, and of weights that have none of their own."""
+        return self._spec.dtype
+
+    @property
     def model(self) -> AbstractModel:
         """Structure and declarations of the weights."""
         return self._spec.model

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import sys
 import time
 from datetime import date
 
 from resin import Engine, FinishedEvent, InvalidRequest, Request, SamplingParams, TokensEvent
-from resin.models.registry import MODELS, ChatDefaults
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import Block, Delta, Message, Parser, Reasoning, ReasoningDelta, Recipe, Role, Text, TextDelta
-from serve.commands.loading import add_model_arguments, load_model
+from serve.commands.loading import load_model
+from serve.commands.message_reader import MessageReader
+from serve.commands.options import add_model_arguments, add_sampling_arguments
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -21,99 +23,101 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declares the subcommand."""
     parser = commands.add_parser("chat", help="talk to a model in the terminal", description=__doc__)
     add_model_arguments(parser, max_sequences=1)
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--system", metavar="TEXT", help="system message; default: none but the model's own")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"longest answer; default: {_default_of('max_output_tokens')}"
+        "--max-tokens",
+        dest="max_output_tokens",
+        type=int,
+        metavar="N",
+        help="longest answer, reasoning included; default: the model's own, or 4096",
     )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help=f"0 is greedy; default: {_default_of('temperature')}"
-    )
-    parser.add_argument("--top-p", type=float, metavar="P", help=f"default: {_default_of('top_p')}")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeatable answers")
+    parser.add_argument("--seed", type=int, metavar="N", help="repeatable answers; default: a new one each time")
+    add_sampling_arguments(parser)
     parser.set_defaults(run=run)
 
 
-def _default_of(name: str) -> str:
-    return f"the model's own, or {getattr(ChatDefaults(), name)}"
-
-
 def run(args: argparse.Namespace) -> int:
-    """Reads lines, streams answers, until the input ends."""
+    """Reads messages, streams answers, until the input ends; returns 1 if a message could not be answered."""
     loaded = load_model(args)
     if loaded.recipe is None:
         raise InvalidRequest("recipe", args.recipe, "a conversation format: this model's files carry none")
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing and history for input())
-    conversation = Conversation(loaded.engine, loaded.recipe, args)
-    is_interactive = sys.stdin.isatty()
-    if is_interactive:
+    conversation = Conversation(loaded.engine, loaded.recipe, loaded.sampling, args.system, args.seed)
+    reader = MessageReader()
+    if reader.is_interactive:
         print(f"{loaded.name}: {_HELP}", file=sys.stderr)
+    status = 0
     with loaded.engine:
         while True:
             try:
-                line = input("> " if is_interactive else "").strip()
+                message = reader.read()
             except EOFError:
-                return 0
+                return status
             except KeyboardInterrupt:
                 print(file=sys.stderr)
                 continue
-            if line in ("/exit", "/quit"):
-                return 0
-            if line == "/reset":
+            if message in ("/exit", "/quit"):
+                return status
+            if message == "/reset":
                 conversation.reset()
-            elif line == "/help":
+            elif message == "/help":
                 print(_HELP, file=sys.stderr)
-            elif line:
-                conversation.answer(line)
+            elif message:
+                try:
+                    conversation.answer(message)
+                except InvalidRequest as error:
+                    print(f"resin: {error}", file=sys.stderr)
+                    status = 1
 
 
 class Conversation:
-    """The turns so far, and the engine that continues them."""
+    """The turns so far, and the engine that continues them.
 
-    def __init__(self, engine: Engine, recipe: Recipe, args: argparse.Namespace) -> None:
+    Raises:
+        InvalidRequest: a seed out of its range.
+    """
+
+    def __init__(
+        self, engine: Engine, recipe: Recipe, sampling: SamplingDefaults, system: str | None, seed: int | None
+    ) -> None:
         self._engine = engine
         self._recipe = recipe
-        self._args = args
-        self._defaults = MODELS[args.source].chat if args.source in MODELS else ChatDefaults()
+        self._longest_answer = sampling.max_output_tokens
+        self._params = SamplingParams(stop_token_ids=recipe.stop_token_ids, seed=seed, **sampling.params())
+        self._opening = [Message(Role.SYSTEM, [Text(system)])] if system else []
         self._turns: list[Message] = []
-        self.reset()
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
-        self._turns = [Message(Role.SYSTEM, [Text(self._args.system)])] if self._args.system else []
+        self._turns = []
 
     def answer(self, text: str) -> None:
-        """Streams the answer to a user's message to standard output, then says how fast it was."""
-        self._turns.append(Message(Role.USER, [Text(text)]))
-        prompt_ids = self._render()
-        args, defaults = self._args, self._defaults
+        """Streams the answer to a user's message to standard output, then says how fast it was.
+
+        Raises:
+            InvalidRequest: the message cannot be answered; the conversation is as it was.
+        """
+        turns, prompt_ids = self._fit([*self._turns, Message(Role.USER, [Text(text)])])
         room = self._engine.context_length - len(prompt_ids)
         request = self._engine.submit(
             prompt_ids,
-            sampling_params=SamplingParams(
-                max_output_tokens=min(defaults.max_output_tokens if args.max_tokens is None else args.max_tokens, room),
-                stop_token_ids=self._recipe.stop_token_ids,
-                temperature=defaults.temperature if args.temperature is None else args.temperature,
-                top_p=defaults.top_p if args.top_p is None else args.top_p,
-                seed=args.seed,
-            ),
+            sampling_params=dataclasses.replace(self._params, max_output_tokens=min(self._longest_answer, room)),
         )
+        self._turns = turns
         blocks = self._stream(request, self._recipe.create_parser(prompt_ids))
         self._turns.append(Message(Role.ASSISTANT, blocks))
 
-    def _render(self) -> list[int]:
-        """The prompt; the oldest turns go when the context is full."""
-        date_text = date.today().isoformat()
-        while True:
-            prompt_ids = self._recipe.render(self._turns, current_date=date_text)
+    def _fit(self, turns: list[Message]) -> tuple[list[Message], list[int]]:
+        """The turns without the oldest ones that the context has no room for, and their prompt."""
+        for first in range(0, len(turns), 2):
+            kept = turns[first:]
+            prompt_ids = self._recipe.render([*self._opening, *kept], current_date=date.today().isoformat())
             if len(prompt_ids) < self._engine.context_length:
-                return prompt_ids
-            kept = 1 if self._turns[0].role is Role.SYSTEM else 0
-            if len(self._turns) <= kept + 1:
-                self._turns.pop()
-                raise InvalidRequest("message", f"{len(prompt_ids)} tokens", f"under {self._engine.context_length}")
-            del self._turns[kept : kept + 2]
-            print("(the oldest turns no longer fit and are forgotten)", file=sys.stderr)
+                if first:
+                    print("(the oldest turns no longer fit and are forgotten)", file=sys.stderr)
+                return kept, prompt_ids
+        raise InvalidRequest(
+            "message", f"{len(prompt_ids)} tokens", f"fewer than the context's {self._engine.context_length}"
+        )
 
     def _stream(self, request: Request, parser: Parser) -> list[Block]:
         printer = _Printer()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from resin.models.registry import open_checkpoint, resolve
+from resin.models.registry import advised_sampling, open_checkpoint, resolve
+from resin.models.sampling_defaults import read_sampling_defaults
 from resin.recipes.tokenizer import load_tokenizer
 from serve.progress import ProgressBar
 
@@ -16,32 +17,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("source", metavar="MODEL", help="registered name, directory, GGUF file or hub id")
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to; new or empty")
     parser.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default %(default)s")
-    parser.add_argument("--tp", type=int, metavar="N", default=1, help="devices to lay the weights out for")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--tp", type=int, metavar="N", default=1, help="devices to lay the weights out for; default 1")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints where the result is."""
-    bar = ProgressBar("fetching")
-    files = resolve(args.source).fetch(bar.update)
-    checkpoint = open_checkpoint(files)
-    from resin.models.conversion import convert_checkpoint, copy_side_files
-    from resin.runtime import RunnerOptions
-    from resin.runtime.mesh import build_mesh
-
-    bar = ProgressBar("converting")
-    try:
-        mesh = build_mesh(RunnerOptions(tp=args.tp))
-        directory = convert_checkpoint(
-            checkpoint, args.directory, mesh, dtype=args.dtype, model=args.model, progress=bar.update
-        )
-    finally:
-        checkpoint.close()
-    if files.suffix == ".gguf":
-        load_tokenizer(files).save(directory)
-    else:
-        copy_side_files(files if files.is_dir() else files.parent, directory)
-    bar.close(str(directory))
+    with ProgressBar("fetching") as bar:
+        files = resolve(args.source).fetch(bar.update)
+        checkpoint = open_checkpoint(files)
+    with ProgressBar("importing"):
+        from resin.models.conversion import convert_checkpoint, copy_side_files
+        from resin.runtime import RunnerOptions
+        from resin.runtime.load import default_dtype
+        from resin.runtime.mesh import build_mesh
+    with ProgressBar("converting") as bar:
+        try:
+            mesh = build_mesh(RunnerOptions(tp=args.tp))
+            dtype = args.dtype or default_dtype(mesh)
+            directory = convert_checkpoint(
+                checkpoint, args.directory, mesh, dtype=dtype, model=args.model, progress=bar.update
+            )
+        finally:
+            checkpoint.close()
+        if files.suffix == ".gguf":
+            load_tokenizer(files).save(directory)
+            read_sampling_defaults(files, advised_sampling(args.source)).save(directory)
+        else:
+            copy_side_files(files if files.is_dir() else files.parent, directory)
+        bar.close(f"{directory}, {dtype}")
     print(directory)
     return 0

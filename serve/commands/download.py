@@ -24,8 +24,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Prints where the files are."""
-    bar = ProgressBar("fetching")
-    path = download(args.source, bar.update)
-    bar.close(args.source)
+    with ProgressBar("fetching") as bar:
+        path = download(args.source, bar.update)
+        bar.close(args.source)
     print(path)
     return 0

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from serve.commands.loading import add_model_arguments, load_model
+from serve.commands.loading import load_model
+from serve.commands.options import add_model_arguments, add_sampling_arguments
 from serve.progress import ProgressBar
 
 _EPILOG = """\
@@ -30,6 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_arguments(parser, max_sequences=16)
+    add_sampling_arguments(parser)
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="results; appended to")
     parser.add_argument(

@@ -28,7 +28,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default %(default)s")
     parser.add_argument(
-        "--memory-gib", type=float, nargs="*", default=[16, 24, 80, 141], metavar="GIB", help="memory sizes to fill"
+        "--memory-gib",
+        type=float,
+        nargs="*",
+        default=[16, 24, 80, 141],
+        metavar="GIB",
+        help="memory sizes to fill; default: 16 24 80 141",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
@@ -80,8 +85,8 @@ def _read_config(source: str) -> dict[str, object]:
     found = resolve(source)
     if isinstance(found, HubSource) and found.find() is None:
         return found.fetch_config()
-    bar = ProgressBar("fetching")
-    checkpoint = open_checkpoint(found, bar.update)
+    with ProgressBar("fetching") as bar:
+        checkpoint = open_checkpoint(found, bar.update)
     try:
         return dict(checkpoint.config)
     finally:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resin.models.registry import DEFAULT_MODEL, open_checkpoint, resolve
+from resin.models.registry import advised_sampling, open_checkpoint, resolve
+from resin.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from resin.plan import InvalidRequest
-from resin.recipes import NATIVE_RECIPES, Recipe, find_recipe, get_native_recipe
+from resin.recipes import Recipe, find_recipe, get_native_recipe
 from resin.recipes.tokenizer import ChatTokenizer
+from serve.commands.options import chosen_sampling, runner_options
 from serve.progress import ProgressBar
 
 if TYPE_CHECKING:
     from resin import Engine
+    from resin.runtime import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,14 @@ class LoadedModel:
     Attributes:
         name: what clients call the model.
         recipe: None if the model has no chat format.
+        sampling: how to sample where a request does not say.
     """
 
     name: str
     engine: Engine
     tokenizer: ChatTokenizer
     recipe: Recipe | None
+    sampling: SamplingDefaults
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -39,80 +45,62 @@ class LoadedModel:
         return tuple(dict.fromkeys([*own, *self.tokenizer.eos_ids]))
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequences: int) -> None:
-    """The arguments that `load_model` reads."""
-    parser.add_argument(
-        "source",
-        metavar="MODEL",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        help=f"registered name, local path (directory or GGUF file) or hub id; default {DEFAULT_MODEL}",
-    )
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
-    group.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help=f"conversation format: {', '.join(NATIVE_RECIPES)}, or package.module:Name; default: the model's own",
-    )
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
-    group.add_argument("--context-length", type=int, metavar="TOKENS", help="longest sequence, prompt and answer")
-    group.add_argument("--max-sequences", type=int, metavar="N", default=max_sequences, help="default %(default)s")
-    group.add_argument("--max-plan-tokens", type=int, metavar="TOKENS", help="tokens of the largest prefill step")
-    group.add_argument("--cache-bytes", type=int, metavar="BYTES", help="size of the cache pool on each device")
-    group.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
-    group.add_argument(
-        "--kv-scale", type=float, metavar="X", default=1.0, help="of 8-bit keys and values: stored as value / X"
-    )
-    group.add_argument("--tp", type=int, metavar="N", default=1, help="devices to split the model over")
-    group.add_argument("--prefix-cache", action="store_true", help="reuse cached prefixes across requests")
-    group.add_argument(
-        "--overlap",
-        type=int,
-        default=1,
-        metavar="N",
-        help="plans in flight while the next is made (default %(default)s; 0 waits, 2 suits steps below 1.5 ms)",
-    )
-    group.add_argument("--dummy", action="store_true", help="random weights, for measurements")
-
-
 def load_model(args: argparse.Namespace) -> LoadedModel:
-    """Loads, binds and warms up.
+    """Loads, binds and warms up, and says on standard error what it does and what was chosen.
 
     Raises:
         ResinError: whatever the user can put right.
     """
     source = resolve(args.source)
-    bar = ProgressBar("fetching")
-    files = source.fetch(bar.update)
-    checkpoint = open_checkpoint(files)
-    model_type = str(checkpoint.config.get("model_type", ""))
-    checkpoint.close()
+    SamplingDefaults().overridden(**chosen_sampling(args))  # mistakes are found before anything is fetched
+    with ProgressBar("fetching") as bar:
+        files = source.fetch(bar.update)
+        checkpoint = open_checkpoint(files)
+        model_type = str(checkpoint.config.get("model_type", ""))
+        checkpoint.close()
+    sampling = choose_sampling(args, files)
     # jax is imported only now: usage errors and downloads do not wait for it.
-    from resin import Engine
-    from resin.runtime import RunnerOptions, load_runner
+    with ProgressBar("importing") as bar:
+        import jax
 
-    options = RunnerOptions(
-        dtype=args.dtype,
-        max_sequences=args.max_sequences,
-        max_context_tokens=args.context_length,
-        max_plan_tokens=args.max_plan_tokens,
-        cache_bytes=args.cache_bytes,
-        kv_dtype=args.kv_dtype,
-        kv_scale=args.kv_scale,
-        tp=args.tp,
-        dummy=args.dummy,
+        from resin import Engine
+        from resin.runtime import load_runner
+
+        bar.close(f"JAX {jax.__version__}")
+    with ProgressBar("preparing") as bar:
+        runner = load_runner(files, runner_options(args), model=args.model)
+        recipe = _find_recipe(args.recipe, model_type, runner.tokenizer)
+        engine = Engine(runner, prefix_cache=args.prefix_cache, overlap=args.overlap, record=args.record)
+        bar.close(_describe(runner, engine, has_prefix_cache=args.prefix_cache))
+    with ProgressBar("compiling") as bar:
+        runner.compile(bar.update)
+        bar.close(f"{len(runner.config.buckets)} programs ready")
+    with ProgressBar("loading") as bar:
+        runner.warm_up(bar.update)
+        bar.close(args.source)
+    print(f"sampling unless told otherwise: {sampling}", file=sys.stderr)
+    return LoadedModel(_served_name(args.source), engine, runner.tokenizer, recipe, sampling)
+
+
+def choose_sampling(args: argparse.Namespace, files: Path) -> SamplingDefaults:
+    """The options, else what the checkpoint says, else the registry, else Resin's own.
+
+    Raises:
+        InvalidRequest: an option out of its range.
+        CheckpointError: the checkpoint's values are out of theirs.
+    """
+    return read_sampling_defaults(files, advised_sampling(args.source)).overridden(**chosen_sampling(args))
+
+
+def _describe(runner: ModelRunner, engine: Engine, *, has_prefix_cache: bool) -> str:
+    """What was chosen for this model and machine."""
+    chosen = (
+        f"{runner.device.device_kind}, {runner.dtype}, {engine.context_length} tokens of context",
+        f"{runner.config.max_sequences} sequences at once",
+        f"{engine.arena.total_bytes / 1e6:,.0f} MB of {engine.arena.dtype} cache",
+        f"prefix cache {'on' if has_prefix_cache else 'off'}",
     )
-    runner = load_runner(files, options, model=args.model)
-    engine = Engine(runner, prefix_cache=args.prefix_cache, overlap=args.overlap)
-    bar = ProgressBar("compiling")
-    runner.compile(bar.update)
-    bar.close(f"{len(runner.config.buckets)} programs ready")
-    bar = ProgressBar("loading")
-    runner.warm_up(bar.update)
-    bar.close(args.source)
-    recipe = _find_recipe(args.recipe, model_type, runner.tokenizer)
-    return LoadedModel(_served_name(args.source), engine, runner.tokenizer, recipe)
+    return ", ".join(chosen)
 
 
 def _served_name(source: str) -> str:

@@ -8,7 +8,8 @@ import sys
 from dataclasses import fields
 
 from resin.settings import API_KEY
-from serve.commands.loading import add_model_arguments, load_model
+from serve.commands.loading import load_model
+from serve.commands.options import add_model_arguments, add_sampling_arguments
 from serve.config import ServerConfig
 
 _LIMITS = {
@@ -25,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declares the subcommand."""
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__)
     add_model_arguments(parser, max_sequences=16)
+    add_sampling_arguments(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")
     group.add_argument("--port", type=int, default=8000, help="0 lets the system choose; default %(default)s")
@@ -41,7 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # Resin's own alone: JAX tells at this level of every platform that a machine lacks.
+    logging.getLogger("resin").setLevel(logging.INFO)
     if args.quiet:
         logging.getLogger("resin.access").setLevel(logging.WARNING)
     key = API_KEY.read()
@@ -59,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         model=args.served_name or loaded.name,
         recipe=loaded.recipe,
         tokenizer=loaded.tokenizer,
+        sampling=loaded.sampling,
         config=config,
     )
     server.serve(on_ready=lambda: print(f"{server.model} is ready at {server.url}", file=sys.stderr))

@@ -29,7 +29,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
     parser.add_argument("--reference", type=Path, metavar="NPZ", help="token ids and logits to compare with")
     parser.add_argument(
-        "--kv-dtype", choices=("float8_e4m3fn",), help="check with keys and values in 8 bits; not beside --reference"
+        "--kv-dtype",
+        choices=("float8_e4m3fn",),
+        help="check with keys and values in 8 bits; not beside --reference; default: in 32",
     )
     parser.set_defaults(run=run)
 
@@ -39,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if args.kv_dtype is not None and args.reference is not None:
         raise InvalidRequest("kv_dtype", args.kv_dtype, "no --reference, which knows nothing of 8-bit keys")
     reference = _read_reference(args.reference) if args.reference is not None else None
-    bar = ProgressBar("fetching")
-    checkpoint = open_checkpoint(resolve(args.source), bar.update)
+    with ProgressBar("fetching") as bar:
+        checkpoint = open_checkpoint(resolve(args.source), bar.update)
     from resin.conformance import Settings, verify
 
     bar = ProgressBar("preparing")

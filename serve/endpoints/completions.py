@@ -55,6 +55,7 @@ async def _plan_choices(service: Service, body: CompletionRequest) -> list[Plan]
         asked = 16 if body.max_tokens is None else max(1, body.max_tokens)
         params = build_params(
             body,
+            defaults=service.sampling,
             max_output_tokens=service.output_tokens(asked, len(prompt_ids), "prompt"),
             stop_token_ids=tuple(service.tokenizer.eos_ids),
             logprobs=body.logprobs,

@@ -43,6 +43,8 @@ async def get_health(request: web.Request) -> web.Response:
         "status": "draining" if service.is_draining else "ok",
         "model": service.model,
         "replicas": 1,
+        "context_length": service.engine.context_length,
+        "sampling": service.sampling.params(),
         "max_output_tokens": min(service.config.max_output_tokens or room, room),
         "active_sessions": service.actor.active,
         "queued": service.actor.queued,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from resin import InvalidRequest, SamplingParams
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.plan.sampling import TokenMask
 from serve.errors import from_invalid_request, invalid
 
@@ -67,6 +68,7 @@ NAMES = {"max_output_tokens": "max_tokens", "min_output_tokens": "min_tokens", "
 def build_params(
     fields: SamplingFields,
     *,
+    defaults: SamplingDefaults,
     max_output_tokens: int,
     stop_token_ids: tuple[int, ...],
     logprobs: int | None,
@@ -74,7 +76,7 @@ def build_params(
     allowed_tokens: TokenMask | None = None,
     names: dict[str, str] | None = None,
 ) -> SamplingParams:
-    """The engine's policy.
+    """The engine's policy; `defaults` say how to sample where the fields do not.
 
     Raises:
         ApiError: 400 naming the field that the engine does not take.
@@ -100,7 +102,7 @@ def build_params(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             allowed_tokens=allowed_tokens,
-            **{name: value for name, value in given.items() if value is not None},
+            **(defaults.params() | {name: value for name, value in given.items() if value is not None}),
         )
     except InvalidRequest as error:
         raise from_invalid_request(error, NAMES | (names or {})) from error

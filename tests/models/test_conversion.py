@@ -90,3 +90,16 @@ def test_command_keeps_the_files_beside_the_weights(tmp_path: Path, capsys: pyte
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert main(["convert", str(source), str(target)]) == 1
     assert "empty or does not exist" in capsys.readouterr().err
+
+
+def test_converted_weights_are_run_in_their_dtype_unless_another_is_asked_for(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", random_checkpoint(TINY_CONFIGS["llama"]))
+    (source / "tokenizer.json").write_text("{}")
+    for options, dtype in (([], "float32"), (["--dtype", "bfloat16"], "bfloat16")):
+        target = tmp_path / dtype
+        assert main(["convert", str(source), str(target), *options]) == 0
+        assert build_runner(open_checkpoint_path(target), RunnerOptions(compile_cache_bytes=0)).dtype == dtype
+    with pytest.raises(InvalidRequest, match="dtype='float32': expected bfloat16, which"):
+        build_runner(open_checkpoint_path(target), RunnerOptions(dtype="float32", compile_cache_bytes=0))
+    dummy = RunnerOptions(dummy=True, compile_cache_bytes=0)
+    assert build_runner(open_checkpoint_path(target), dummy).dtype == "float32"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from resin import Engine
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import get_native_recipe
 from serve import HttpServer, ServerConfig
 from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
@@ -15,7 +16,12 @@ from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
 
 @contextlib.contextmanager
 def running_server(
-    runner: ScriptedRunner, *, recipe: str = "qwen3", engine_options: dict[str, Any] | None = None, **settings: Any
+    runner: ScriptedRunner,
+    *,
+    recipe: str = "qwen3",
+    engine_options: dict[str, Any] | None = None,
+    sampling: SamplingDefaults | None = None,
+    **settings: Any,
 ) -> Iterator[HttpServer]:
     """Serves the runner; on exit the server must have come to rest with nothing left behind."""
     engine = Engine(runner, **(engine_options or {}))
@@ -23,6 +29,7 @@ def running_server(
         engine,
         recipe=get_native_recipe(recipe, TOKENIZER),
         model="scripted",
+        sampling=sampling,
         config=ServerConfig(port=0, drain_timeout_s=5, **settings),
     )
     failures: list[BaseException] = []

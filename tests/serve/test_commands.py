@@ -7,16 +7,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from resin import Engine, SamplingParams
+from resin.models.registry import advised_sampling
+from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import get_native_recipe
 from serve.cli import main
 from serve.commands import chat, generate
 from serve.commands.loading import LoadedModel
+from serve.commands.options import chosen_sampling
 from tests.serve.conftest import CALL, WORDS
 from tests.serve.scripted_runner import CHOSEN_LOGPROB, TOKENIZER, ScriptedRunner
 
@@ -32,7 +36,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ScriptedRunner:
     def load(args: Any) -> LoadedModel:
         recipe = get_native_recipe("qwen3", TOKENIZER)
         tokenizer: Any = TOKENIZER
-        return LoadedModel("scripted", Engine(runner), tokenizer, recipe)
+        sampling = (advised_sampling(args.source) or SamplingDefaults()).overridden(**chosen_sampling(args))
+        return LoadedModel("scripted", Engine(runner), tokenizer, recipe, sampling)
 
     monkeypatch.setattr(chat, "load_model", load)
     monkeypatch.setattr(generate, "load_model", load)
@@ -208,6 +213,30 @@ def test_chat_takes_no_empty_answer(
     assert "max_output_tokens=0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("earlier", [[], ["first", "second"]])
+def test_a_message_that_is_too_long_leaves_the_conversation_as_it_was(
+    runner: ScriptedRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    earlier: list[str],
+) -> None:
+    prompts: list[str] = []
+    submit = Engine.submit
+
+    def spy(self: Engine, token_ids: Any, *, sampling_params: SamplingParams) -> Any:
+        prompts.append(TOKENIZER.decode(token_ids))
+        return submit(self, token_ids, sampling_params=sampling_params)
+
+    monkeypatch.setattr(Engine, "submit", spy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*earlier, "x" * 5000, "third", "fourth"]) + "\n"))
+    assert main(["chat"]) == 1  # one message has no answer
+    captured = capsys.readouterr()
+    assert captured.out == "Hello!\n" * (len(earlier) + 2)
+    assert "tokens': expected fewer than the context's 4096" in captured.err
+    assert "no longer fit" not in captured.err
+    assert all(message in prompts[-1] for message in (*earlier, "third", "fourth")) and "xxx" not in prompts[-1]
+
+
 def test_chat_forgets_the_oldest_turns_when_the_context_is_full(
     runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +256,14 @@ def test_mistakes_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    version = f"resin {metadata.version('resin')} (jax {metadata.version('jax')}, Python "
+    assert capsys.readouterr().out.startswith(version)
 
 
 def test_help_needs_no_jax() -> None:
