@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,16 @@ class StepNumberTokenizer:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
+    controls: Mapping[str, int] = MappingProxyType({})
     chat_template: str | None = None
+    tool_template: str | None = None
+    named_tokens: Mapping[str, str] = MappingProxyType({})
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         return [1] * max(1, len(text))
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        return [1] * max(1, len(parts))
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.id_to_bytes, ids)).decode()

@@ -9,7 +9,6 @@ from datetime import date
 from typing import Any
 
 from resin.recipes import Goal, Message, Role, Tool
-from resin.recipes.script import PlainText
 from serve.errors import invalid
 from serve.generation import Generation
 from serve.schemas.sampling import SamplingFields, build_params
@@ -110,7 +109,7 @@ async def _render(service: Service, ask: Ask) -> list[int]:
         return await service.render(ask.messages, ask.use.tools, options)
     prompt_ids = await service.render(ask.messages[:-1], ask.use.tools, options)
     opening: tuple[int, ...] = getattr(service.recipe, "answer_opening_ids", ())
-    return [*prompt_ids, *opening, *PlainText(service.tokenizer).encode(continued.text)]
+    return [*prompt_ids, *opening, *service.tokenizer.encode_parts([continued.text])]
 
 
 def goal_of(ask: Ask) -> tuple[Goal | None, str]:

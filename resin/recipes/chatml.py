@@ -8,7 +8,7 @@ from typing import Any
 from resin.recipes.grammar import Goal, plain_grammar
 from resin.recipes.messages import Message, Role, Tool
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, reject_tools, require_tokens, stop_ids
+from resin.recipes.script import Script, reject_tools, require_tokens, stop_ids
 from resin.recipes.tagged import TaggedParser, Tags
 
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -24,7 +24,6 @@ class ChatMLRecipe:
     def __init__(self, tokenizer: Tokenizer, *, default_system: str = "") -> None:
         self._tokenizer = tokenizer
         self._start, self._end = require_tokens(tokenizer, "chatml", ("<|im_start|>", "<|im_end|>"))
-        self._plain = PlainText(tokenizer)
         self._default_system = default_system
 
     @property
@@ -40,7 +39,7 @@ class ChatMLRecipe:
         **options: Any,
     ) -> list[int]:
         reject_tools("chatml", messages, tools)
-        script = Script(self._plain)
+        script = Script(self._tokenizer)
         if self._default_system and (not messages or messages[0].role not in (Role.SYSTEM, Role.DEVELOPER)):
             self._turn(script, "system", self._default_system)
         for message in messages:

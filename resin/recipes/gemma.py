@@ -9,7 +9,7 @@ from resin.plan.errors import InvalidRequest
 from resin.recipes.grammar import Goal, plain_grammar
 from resin.recipes.messages import Message, Role, Tool
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, reject_tools, require_tokens, stop_ids
+from resin.recipes.script import Script, reject_tools, require_tokens, stop_ids
 from resin.recipes.tagged import TaggedParser, Tags
 
 
@@ -20,7 +20,6 @@ class GemmaRecipe:
         self._tokenizer = tokenizer
         names = ("<bos>", "<start_of_turn>", "<end_of_turn>")
         self._bos, self._start, self._end = require_tokens(tokenizer, "gemma", names)
-        self._plain = PlainText(tokenizer, names)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -39,7 +38,7 @@ class GemmaRecipe:
         prefix = ""
         if turns and turns[0].role in (Role.SYSTEM, Role.DEVELOPER):
             prefix = turns.pop(0).text + "\n\n"
-        script = Script(self._plain).control(self._bos)
+        script = Script(self._tokenizer).control(self._bos)
         for index, turn in enumerate(turns):
             if turn.role in (Role.SYSTEM, Role.DEVELOPER):
                 raise InvalidRequest("messages", turn.role.value, "a system message only at the start (gemma format)")

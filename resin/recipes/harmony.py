@@ -9,7 +9,7 @@ from resin.recipes.grammar import FREE_TEXT, Goal, arguments_schema, json_rule, 
 from resin.recipes.harmony_parser import HarmonyParser
 from resin.recipes.messages import Message, Role, Tool, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, require_tokens, stop_ids
+from resin.recipes.script import Script, require_tokens, stop_ids
 from resin.recipes.typescript import write_namespace
 
 _NAMES = ("start", "end", "message", "channel", "constrain", "return", "call")
@@ -35,8 +35,7 @@ class HarmonyRecipe:
         end_of_text = tokenizer.token_to_id("<|endoftext|>")
         if end_of_text is not None:
             self._ids["endoftext"] = end_of_text
-        self._plain = PlainText(tokenizer, tokens)
-        opening = Script(self._plain).control(self._ids["channel"]).text("final").control(self._ids["message"])
+        opening = Script(self._tokenizer).control(self._ids["channel"]).text("final").control(self._ids["message"])
         self.answer_opening_ids = tuple(opening.ids())
 
     @property
@@ -53,7 +52,7 @@ class HarmonyRecipe:
         current_date: str = "",
         **options: Any,
     ) -> list[int]:
-        script = Script(self._plain)
+        script = Script(self._tokenizer)
         date = f"Current date: {current_date}\n" if current_date else ""
         effort = f"\nReasoning: {reasoning_effort or 'medium'}\n\n"
         self._message(script, "system", _IDENTITY + date + effort + _CHANNELS + (_TOOL_CHANNEL if tools else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -20,13 +20,12 @@ from resin.recipes.calls import parsed_arguments, read_json_calls
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, atomic_id, stop_ids
+from resin.recipes.script import stop_ids
 from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
 
 _MARK = "\ufdd0"
 """A code point that Unicode reserves for uses inside a program. It stands after the first character of every control
 token that a message spells, so that the rendered text tells those from the template's own; twice, it means itself."""
-_TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 
 
 class JinjaRecipe:
@@ -46,8 +45,7 @@ class JinjaRecipe:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise InvalidRequest("chat_template", source, f"a valid Jinja template ({error})") from error
-        used = [token for token in set(_TAG.findall(source)) if atomic_id(tokenizer, token) is not None]
-        self._plain = PlainText(tokenizer, used)
+        self._marks = _Marks(tokenizer.controls)
         self._tags = Tags(
             reasoning=("<think>", "</think>") if "<think>" in source else None,
             tool_call=("<tool_call>", "</tool_call>") if "<tool_call>" in source else None,
@@ -69,8 +67,7 @@ class JinjaRecipe:
     ) -> list[int]:
         turns = [turn for message in messages for turn in _turns(message)]
         values = {
-            "bos_token": self._text_of(self._tokenizer.bos_id),
-            "eos_token": self._text_of(next(iter(self._tokenizer.eos_ids), None)),
+            **self._tokenizer.named_tokens,
             **options,
             "messages": self._marked(turns),
             "tools": self._marked([tool.to_function() for tool in tools]) or None,
@@ -82,7 +79,7 @@ class JinjaRecipe:
             raise InvalidRequest(
                 "messages", [turn["role"] for turn in turns], f"what the template takes ({error})"
             ) from error
-        return self._encode(text)
+        return self._tokenizer.encode_parts(self._marks.split(text))
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
         if goal.tools and self._tags.tool_call is None:
@@ -94,30 +91,34 @@ class JinjaRecipe:
         inside = opens_reasoning(self._tokenizer, self._tags, prompt_ids)
         return TaggedParser(self._tokenizer, self._tags, prompt_ids, starts_in_reasoning=inside)
 
-    def _text_of(self, token_id: int | None) -> str:
-        return "" if token_id is None else self._tokenizer.id_to_token(token_id) or ""
-
     def _marked(self, value: Any) -> Any:
         """The same structure with every string marked."""
         if isinstance(value, str):
-            starts = [0, *(start + 1 for start in self._plain.control_starts(value)), len(value)]
-            pieces = (value[begin:end] for begin, end in pairwise(starts))
-            return _MARK.join(piece.replace(_MARK, _MARK * 2) for piece in pieces)
+            return self._marks.mark(value)
         if isinstance(value, dict):
             return {self._marked(key): self._marked(item) for key, item in value.items()}
         return [self._marked(item) for item in value] if isinstance(value, list) else value
 
-    def _encode(self, text: str) -> list[int]:
-        """Ids of rendered text: unmarked control tokens as such, everything else as plain text."""
-        script = Script(self._plain)
-        pattern = self._plain.control_pattern
-        for piece in pattern.split(text) if pattern else [text]:
-            token_id = self._tokenizer.token_to_id(piece) if pattern and pattern.fullmatch(piece) else None
-            if token_id is not None:
-                script.control(token_id)
-            else:
-                script.text(re.sub(f"{_MARK}({_MARK}?)", r"\1", piece))
-        return script.ids()
+
+class _Marks:
+    """Tells control tokens that a template writes from those that a message spells."""
+
+    def __init__(self, controls: Mapping[str, int]) -> None:
+        self._controls = controls
+        spelled = "|".join(map(re.escape, sorted(controls, key=lambda text: (-len(text), text)))) or "(?!)"
+        self._pattern = re.compile(f"({spelled})")
+        self._overlapping = re.compile(f"(?={spelled})")
+
+    def mark(self, text: str) -> str:
+        starts = [0, *(match.start() + 1 for match in self._overlapping.finditer(text)), len(text)]
+        return _MARK.join(text[begin:end].replace(_MARK, _MARK * 2) for begin, end in pairwise(starts))
+
+    def split(self, text: str) -> list[str | int]:
+        """Parts of a rendered text: unmarked control tokens as ids, everything else as text without marks."""
+        return [
+            self._controls[piece] if index % 2 else re.sub(f"{_MARK}({_MARK}?)", r"\1", piece)
+            for index, piece in enumerate(self._pattern.split(text))
+        ]
 
 
 def _turns(message: Message) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from resin.recipes.calls import Call, dump_json, parsed_arguments, read_json_cal
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
+from resin.recipes.script import Script, require_tokens, stop_ids
 from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
 
 
@@ -31,7 +31,6 @@ class Lfm2Recipe:
         self._tokenizer = tokenizer
         names = ("<|startoftext|>", "<|im_start|>", "<|im_end|>")
         self._bos, self._start, self._end = require_tokens(tokenizer, "lfm2", names)
-        self._plain = PlainText(tokenizer, [tag for tag in _TAGS.all() if atomic_id(tokenizer, tag) is not None])
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -45,7 +44,7 @@ class Lfm2Recipe:
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> list[int]:
-        script = Script(self._plain).control(self._bos)
+        script = Script(self._tokenizer).control(self._bos)
         turns = separate_results(messages)
         system = turns.pop(0).text if turns and turns[0].role in (Role.SYSTEM, Role.DEVELOPER) else ""
         if system or tools:

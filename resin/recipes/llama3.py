@@ -12,7 +12,7 @@ from resin.recipes.deltas import Delta, TextDelta, ToolCallDelta
 from resin.recipes.grammar import Goal, answer_rules, json_call_rules
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
+from resin.recipes.script import Script, atomic_id, require_tokens, stop_ids
 
 _TOOLS_HEAD = (
     "Given the following functions, please respond with a JSON for a function call with its proper arguments that best "
@@ -31,7 +31,6 @@ class Llama3Recipe:
         self._tokenizer = tokenizer
         names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
         self._bos, self._start, self._end, self._turn_end = require_tokens(tokenizer, "llama3", names)
-        self._plain = PlainText(tokenizer, names)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -46,7 +45,7 @@ class Llama3Recipe:
         current_date: str = "",
         **options: Any,
     ) -> list[int]:
-        script = Script(self._plain).control(self._bos)
+        script = Script(self._tokenizer).control(self._bos)
         turns = separate_results(messages)
         system = turns.pop(0).text.strip() if turns and turns[0].role in (Role.SYSTEM, Role.DEVELOPER) else ""
         environment = "Environment: ipython\n" if tools else ""

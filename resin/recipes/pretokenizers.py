@@ -12,31 +12,40 @@ _SPACES = r"\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|" + _SPACES
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|" + _SPACES
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+<contractions>"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*<contractions>"
+    r"|<numbers>| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|" + _SPACES
+)
+_GPT4O = _CASED.replace("<contractions>", _CONTRACTIONS + "?").replace("<numbers>", r"\p{N}{1,3}")
+_TEKKEN = _CASED.replace("<contractions>", "").replace("<numbers>", r"\p{N}")
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + _SPACES
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     """Attributes:
-    pattern: regular expression whose matches are the words, or None for the byte-level default.
+    patterns: regular expressions, each cutting what the one before left whole; none is the byte-level default.
     single_digits: every digit is a word of its own, before the byte-level default cuts.
     ignore_merges: a word that is in the vocabulary as a whole is taken as it is.
     nfc: text is brought to Unicode normal form C first.
+    adds_bos: files of this kind that do not say so start a text with bos.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     single_digits: bool = False
     ignore_merges: bool = False
     nfc: bool = False
+    adds_bos: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        if self.pattern is not None:
-            cut = pre_tokenizers.Split(Regex(self.pattern), "isolated")
-            return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        if self.patterns:
+            cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+            return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         default = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         if not self.single_digits:
             return default
@@ -46,11 +55,22 @@ class PreTokenizer:
         return normalizers.NFC() if self.nfc else None
 
 
+_LLAMA3_KIND = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
+_QWEN2_KIND = PreTokenizer((_QWEN2,), nfc=True)
+
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(single_digits=True),
-    "llama-bpe": PreTokenizer(_LLAMA3, ignore_merges=True),
-    "lfm2": PreTokenizer(_LLAMA3),
-    "qwen2": PreTokenizer(_QWEN2, nfc=True),
-    "gpt-4o": PreTokenizer(_GPT4O, ignore_merges=True),
+    "llama-bpe": _LLAMA3_KIND,
+    "llama3": _LLAMA3_KIND,
+    "llama-v3": _LLAMA3_KIND,
+    "falcon3": _LLAMA3_KIND,
+    "pixtral": _LLAMA3_KIND,
+    "lfm2": PreTokenizer((_LLAMA3,), adds_bos=True),
+    "qwen2": _QWEN2_KIND,
+    "deepseek-r1-qwen": _QWEN2_KIND,
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
+    "gpt-4o": PreTokenizer((_GPT4O,), ignore_merges=True),
+    "llama4": PreTokenizer((_GPT4O,), ignore_merges=True),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
 }

@@ -9,7 +9,7 @@ from resin.recipes.calls import dump_json, parsed_arguments
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import PlainText, Script, atomic_id, require_tokens, stop_ids
+from resin.recipes.script import Script, atomic_id, require_tokens, stop_ids
 from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
 
 _TAGS = Tags(reasoning=("<think>", "</think>"), tool_call=("<tool_call>", "</tool_call>"))
@@ -35,7 +35,6 @@ class Qwen3Recipe:
         for name in ("<tool_response>", "</tool_response>"):
             if (token_id := atomic_id(tokenizer, name)) is not None:
                 self._ids[name] = token_id
-        self._plain = PlainText(tokenizer, self._ids)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -50,7 +49,7 @@ class Qwen3Recipe:
         enable_thinking: bool = True,
         **options: Any,
     ) -> list[int]:
-        script = Script(self._plain)
+        script = Script(self._tokenizer)
         turns = separate_results(messages)
         system = turns.pop(0).text if turns and turns[0].role in (Role.SYSTEM, Role.DEVELOPER) else None
         if system is not None or tools:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from resin.recipes.deltas import Delta
@@ -17,9 +17,21 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     special_ids: frozenset[int]
     """Ids that structure a conversation and are never part of its text."""
+    controls: Mapping[str, int]
+    """Ids by spelling of the tokens that no text may become: the special ones, and those that only a format writes."""
     chat_template: str | None
+    tool_template: str | None
+    """Replaces `chat_template` where tools are on offer; None if that one does both."""
+    named_tokens: Mapping[str, str]
+    """Spellings by the names that templates know them under, such as `bos_token`."""
 
-    def encode(self, text: str, add_special: bool = False) -> list[int]: ...
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Ids of a text, in which the spelling of a control token becomes that token."""
+        ...
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Ids of a text with tokens at given places, encoded as a whole: no `str` becomes a control token."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 

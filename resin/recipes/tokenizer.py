@@ -1,20 +1,24 @@
 """Text to token ids and back, built from what a checkpoint carries: GGUF metadata or Hugging Face files."""
 
+from __future__ import annotations
+
 import copy
 import json
+import re
+import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from resin.models.loading import CheckpointError
-from resin.models.loading.directory import read_json_object
 from resin.models.loading.gguf_header import parse_gguf_header
 from resin.models.loading.mapped import map_file
+from resin.recipes.tokenizer_files import read_directory
 from resin.recipes.tokenizer_gguf import build_gguf_tokenizer
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -25,9 +29,13 @@ class ChatTokenizer:
 
     Attributes:
         chat_template: Jinja source, or None when the checkpoint has none.
+        tool_template: Jinja source for conversations with tools, or None where `chat_template` does both.
+        named_tokens: spellings by the names that templates know them under, such as `eos_token`.
         bos_id: id that starts a sequence, or None.
-        eos_ids: ids that end a turn or a sequence.
+        eos_ids: ids that end a turn or a sequence, those that the model's makers stop on first.
         special_ids: ids of control tokens.
+        controls: ids by spelling of every token that no text may become: the special ones, those that the templates
+            write, and others of the shape of a tag.
         vocab_size: one more than the largest id.
         location: where the tokenizer came from, for messages.
     """
@@ -37,6 +45,8 @@ class ChatTokenizer:
         tokenizer: Tokenizer,
         *,
         chat_template: str | None = None,
+        tool_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
         bos_id: int | None = None,
         eos_ids: Sequence[int] = (),
         location: str = "tokenizer",
@@ -46,35 +56,46 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.location = location
         self.chat_template = chat_template
+        self.tool_template = tool_template
+        self.named_tokens: Mapping[str, str] = dict(named_tokens or {})
         self.bos_id = bos_id
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
-        added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._added: dict[int, str] = {index: token.content for index, token in added.items()}
+        self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
         self._is_byte_level = _is_byte_level(tokenizer)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.controls: Mapping[str, int] = {
+            token.content: index for index, token in self._added.items() if self._is_control(token)
+        }
 
-    def encode(self, text: str, add_special: bool = False, *, parse_special: bool = True) -> list[int]:
-        """Returns the ids of a text.
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Returns the ids of a text, in which strings such as `<|im_end|>` become the tokens that they spell.
 
         Args:
             text: any text; half a surrogate pair counts as U+FFFD.
             add_special: whether the tokens that the model wants around a text (such as bos) are added.
-            parse_special: whether strings such as `<|im_end|>` become the control tokens that they spell. Pass False
-                for text from users: it then stays text, whatever it spells.
         """
-        tokenizer = self._tokenizer if parse_special else self._plain
-        text = _join_surrogates(text)
-        return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+        return list(self._tokenizer.encode(_join_surrogates(text), add_special_tokens=add_special).ids)
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Returns the ids of a text with tokens at given places, encoded as one whole.
+
+        Args:
+            parts: texts, which stay text whatever they spell, and ids of tokens.
+        """
+        return self._marked.encode([part if isinstance(part, int) else _join_surrogates(part) for part in parts])
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Returns the text of ids; bytes that are no UTF-8 become U+FFFD.
 
+        The space that some vocabularies put in front of every text is taken away again.
+
         Raises:
             KeyError: an id outside the vocabulary.
         """
-        kept = (index for index in ids if not (skip_special and index in self.special_ids))
-        return b"".join(map(self.id_to_bytes, kept)).decode("utf-8", errors="replace")
+        kept = [index for index in ids if not (skip_special and index in self.special_ids)]
+        text = b"".join(map(self.id_to_bytes, kept)).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self._adds_space else text
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for: a character may be spread over several tokens.
@@ -99,27 +120,37 @@ class ChatTokenizer:
     def save(self, directory: Path) -> None:
         """Writes the files that `load_tokenizer` reads from a directory."""
         self._tokenizer.save(str(directory / "tokenizer.json"))
+        templates = {"default": self.chat_template, "tool_use": self.tool_template}
+        listed = [{"name": name, "template": template} for name, template in templates.items() if template is not None]
         settings = {
             "bos_token": None if self.bos_id is None else self.id_to_token(self.bos_id),
-            "eos_token": self.id_to_token(self.eos_ids[0]) if self.eos_ids else None,
-            "chat_template": self.chat_template,
+            **self.named_tokens,
+            "chat_template": self.chat_template if self.tool_template is None else listed,
         }
         (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}), "utf-8")
 
+    def _is_control(self, token: AddedToken) -> bool:
+        content = token.content
+        if token.special or content.isspace():
+            return bool(token.special)
+        # SentencePiece kinds have HTML tags among their ordinary pieces, but none with such a letter.
+        if _TAG.fullmatch(content) and (self._is_byte_level or not _SIGNS.isdisjoint(content)):
+            return True
+        written = [template for template in (self.chat_template, self.tool_template) if template]
+        return not content.isalnum() and any(content in template for template in written)
+
     @cached_property
-    def _plain(self) -> Tokenizer:
-        """The same tokenizer, blind to control tokens (and, in byte-level kinds, to every added token)."""
+    def _marked(self) -> _MarkedTokenizer:
         try:
-            plain = copy.deepcopy(self._tokenizer)
+            tokenizer = copy.deepcopy(self._tokenizer)
         except Exception as error:  # a merge whose result is no token: found only when the library writes it out
             raise CheckpointError(self.location, f"the tokenizer cannot be copied ({error})") from error
-        if self._is_byte_level:
-            plain.add_special_tokens(
-                [AddedToken(content, special=True, normalized=False) for content in self._added.values()]
-            )
-        plain.encode_special_tokens = True
-        return plain
+        return _MarkedTokenizer(tokenizer, self.controls, self._added, self.vocab_size)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return b"".join(map(self.id_to_bytes, self.encode("a"))) == b" a"
 
     @cached_property
     def _bytes_by_id(self) -> dict[int, bytes]:
@@ -144,6 +175,60 @@ class ChatTokenizer:
         return token.replace(_SPACE, " ").encode()
 
 
+class _MarkedTokenizer:
+    """A copy of a tokenizer that is blind to control tokens and knows a mark for each of them instead.
+
+    A mark is a token that no text can spell, because part of it is random. The library so reads a conversation in one
+    piece, with its own rules for what stands beside a control token, and text that spells one is text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, controls: Mapping[str, int], added: Mapping[int, AddedToken], vocab_size: int
+    ) -> None:
+        """Takes the tokenizer over."""
+        tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in controls])
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._added = added
+        self._secret = secrets.token_hex(16)
+        self._mark_of: dict[int, str] = {}
+        self._id_of_mark: dict[int, int] = {}
+        self._lock = threading.Lock()
+        # The library numbers new tokens by their count, so that in a vocabulary with gaps a mark would get the id of
+        # a real token; these take such ids up.
+        first = self._add("")
+        tokenizer.add_tokens([self._spell(f"-{index}") for index in range(first + 1, vocab_size)])
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        text = "".join(part if isinstance(part, str) else self._mark(part) for part in parts)
+        real = self._id_of_mark
+        return [real.get(index, index) for index in self._tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def _mark(self, token_id: int) -> str:
+        mark = self._mark_of.get(token_id)
+        if mark is None:
+            with self._lock:
+                self._id_of_mark[self._add(str(token_id), self._added.get(token_id))] = token_id
+                mark = self._mark_of[token_id] = self._spell(str(token_id))
+        return mark
+
+    def _spell(self, name: str) -> str:
+        return f"<{self._secret}:{name}>"
+
+    def _add(self, name: str, like: AddedToken | None = None) -> int:
+        """The id of a new token that takes space and word boundaries around it as another one does."""
+        flags = {} if like is None else {flag: getattr(like, flag) for flag in ("lstrip", "rstrip", "single_word")}
+        mark = self._spell(name)
+        self._tokenizer.add_tokens([AddedToken(mark, normalized=like is not None and like.normalized, **flags)])
+        index = self._tokenizer.token_to_id(mark)
+        assert index is not None
+        return index
+
+
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_SIGNS = frozenset("_|[\N{FULLWIDTH VERTICAL LINE}")
+
+
 def load_tokenizer(path: str | PathLike[str]) -> ChatTokenizer:
     """Loads the tokenizer and chat template of a checkpoint.
 
@@ -163,11 +248,19 @@ def _load_gguf(path: Path) -> ChatTokenizer:
     metadata = parse_gguf_header(map_file(path), str(path)).metadata
     tokenizer = build_gguf_tokenizer(metadata, str(path))
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    template = metadata.get("tokenizer.chat_template")
+    templates = [metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")]
     bos = metadata.get("tokenizer.ggml.bos_token_id")
+    named = {
+        f"{name}_token": tokenizer.id_to_token(index)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if isinstance(index := metadata.get(f"tokenizer.ggml.{key}_token_id"), int) and index >= 0
+    }
+    default, tool_use = (template if isinstance(template, str) else None for template in templates)
     return ChatTokenizer(
         tokenizer,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=default,
+        tool_template=tool_use,
+        named_tokens={name: token for name, token in named.items() if token is not None},
         bos_id=bos if isinstance(bos, int) else None,
         eos_ids=[end for end in ends if isinstance(end, int)],
         location=str(path),
@@ -175,51 +268,19 @@ def _load_gguf(path: Path) -> ChatTokenizer:
 
 
 def _load_directory(directory: Path) -> ChatTokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(directory, "has no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise CheckpointError(path, f"is not a tokenizer that can be used ({error})") from error
-    settings = _read_json(directory / "tokenizer_config.json")
-    bos = _token_id(tokenizer, settings.get("bos_token"))
-    ends = [_token_id(tokenizer, settings.get("eos_token"))]
+    files = read_directory(directory)
+    bos = files.named_tokens.get("bos_token")
     # The generation settings are what the model's makers stop on; the tokenizer's own end comes last.
-    for name in ("config.json", "generation_config.json"):
-        listed = _read_json(directory / name).get("eos_token_id")
-        ends = [*(listed if isinstance(listed, list) else [listed]), *ends]
+    own = files.tokenizer.token_to_id(files.named_tokens.get("eos_token", ""))
     return ChatTokenizer(
-        tokenizer,
-        chat_template=_read_template(directory, settings),
-        bos_id=bos,
-        eos_ids=[end for end in ends if isinstance(end, int)],
-        location=str(path),
+        files.tokenizer,
+        chat_template=files.templates.get("default"),
+        tool_template=files.templates.get("tool_use"),
+        named_tokens=files.named_tokens,
+        bos_id=None if bos is None else files.tokenizer.token_to_id(bos),
+        eos_ids=[*files.eos_ids, *([] if own is None else [own])],
+        location=str(directory / "tokenizer.json"),
     )
-
-
-def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    jinja = directory / "chat_template.jinja"
-    if jinja.is_file():
-        try:
-            return jinja.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(jinja, f"cannot be read ({error})") from error
-    template = _read_json(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
-
-
-def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    found: int | None = tokenizer.token_to_id(content) if isinstance(content, str) else None
-    return found
 
 
 def _try_out(tokenizer: Tokenizer, location: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from resin.models.loading import CheckpointError
-from resin.recipes.pretokenizers import PRE_TOKENIZERS
+from resin.recipes.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece vocabularies
@@ -36,6 +36,9 @@ class _Vocabulary:
             raise CheckpointError(self.location, f"metadata tokenizer.ggml.{key} is not a list of texts")
         return values
 
+    def of_kind(self, kind: int) -> list[str]:
+        return [token for token, given in zip(self.tokens, self.types, strict=True) if given == kind]
+
     def added_tokens(self, *, normalized: bool) -> list[AddedToken]:
         """Control tokens, and user-defined ones, which also match before any merging."""
         return [
@@ -60,19 +63,30 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], location: str) -> Tokenize
     else:
         raise CheckpointError(location, f"tokenizer model {kind!r} is not supported (gpt2, llama)")
     bos = vocabulary.get("bos_token_id")
-    # llama.cpp puts the first token in front for SentencePiece kinds unless told otherwise.
-    if vocabulary.get("add_bos_token", kind == "llama") and isinstance(bos, int) and 0 <= bos < len(vocabulary.tokens):
+    # Files that do not say rely on what llama.cpp does for their kind.
+    by_default = kind == "llama" or _pre_tokenizer(vocabulary).adds_bos
+    if vocabulary.get("add_bos_token", by_default) and isinstance(bos, int) and 0 <= bos < len(vocabulary.tokens):
         token = vocabulary.tokens[bos]
         tokenizer.post_processor = processors.TemplateProcessing(single=[token, "$A"], special_tokens=[(token, bos)])
     return tokenizer
 
 
-def _build_byte_level(vocabulary: _Vocabulary) -> Tokenizer:
-    name = vocabulary.get("pre", "gpt-2")
+def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
+    name = vocabulary.get("pre")
+    if name is None:
+        raise CheckpointError(
+            vocabulary.location,
+            "has no tokenizer.ggml.pre, so how to cut text is unknown: convert the model again or set the key",
+        )
     kind = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise CheckpointError(vocabulary.location, f"pre-tokenizer {name!r} is not supported (supported: {known})")
+    return kind
+
+
+def _build_byte_level(vocabulary: _Vocabulary) -> Tokenizer:
+    kind = _pre_tokenizer(vocabulary)
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.texts("merges"))]
     tokenizer = _build_bpe(vocabulary, merges, ignore_merges=kind.ignore_merges)
     normalizer = kind.build_normalizer()
@@ -85,18 +99,21 @@ def _build_byte_level(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
-    if vocabulary.get("add_space_prefix", True):
+    has_prefix = bool(vocabulary.get("add_space_prefix", True))
+    if has_prefix and any(_SPACE in token or " " in token for token in vocabulary.of_kind(_USER_DEFINED)):
         raise CheckpointError(
-            vocabulary.location, "SentencePiece vocabularies that add a space prefix are not supported"
+            vocabulary.location, "user-defined pieces with spaces in a vocabulary with a space prefix are not supported"
         )
     unknown = "<unk>" if "<unk>" in vocabulary.ids else None
     tokenizer = _build_bpe(vocabulary, _score_merges(vocabulary), byte_fallback=True, fuse_unk=True, unk_token=unknown)
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    marks = normalizers.Replace(" ", _SPACE)
+    # The prefix stands in front of every stretch of text between two control tokens, as llama.cpp has it.
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), marks]) if has_prefix else marks
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     # User-defined pieces (runs of spaces and line ends) hold the space sign, so they match normalised text; the
     # longest one at each place wins, before merging: 37 spaces are a run of 31 and a run of 6.
-    tokenizer.add_tokens(vocabulary.added_tokens(normalized=True))
+    tokenizer.add_tokens(vocabulary.added_tokens(normalized=not has_prefix))
     return tokenizer
 
 

@@ -60,12 +60,23 @@ class ByteTokenizer:
         self.bos_id: int | None = self._controls.get("<bos>")
         ends = (self._controls.get("<|im_end|>"), self._controls.get("<eos>"))
         self.eos_ids = tuple(token_id for token_id in ends if token_id is not None)
+        self.controls = dict(self._controls)
         self.chat_template = chat_template
+        self.tool_template: str | None = None
+        self.named_tokens = {"bos_token": "<bos>"} if "<bos>" in self._controls else {}
+        if self.eos_ids:
+            self.named_tokens["eos_token"] = self._names[self.eos_ids[0]]
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         ids: list[int] = []
         for piece in self._pattern.split(text) if self._pattern else [text]:
             ids += [self._controls[piece]] if piece in self._controls else piece.encode("utf-8", "replace")
+        return ids
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else part.encode("utf-8", "replace")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

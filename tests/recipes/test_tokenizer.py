@@ -53,7 +53,7 @@ def test_smollm2_prompts_have_the_golden_ids(smollm2: ChatTokenizer, prompt: dic
 def test_every_kind_of_letter_has_the_ids_that_llama_cpp_gives(smollm2: ChatTokenizer) -> None:
     """Numbers of all kinds (¼, Ⅳ, ٣) are words of their own, marks and emoji are cut as the file's kind says."""
     assert len({unicodedata.category(text[1]) for text, _ in UNICODE_IDS if len(text) == 2}) >= 25
-    assert [[text, smollm2.encode(text, parse_special=False)] for text, _ in UNICODE_IDS] == UNICODE_IDS
+    assert [[text, smollm2.encode_parts([text])] for text, _ in UNICODE_IDS] == UNICODE_IDS
 
 
 def test_a_number_shares_no_token_with_its_neighbours(smollm2: ChatTokenizer) -> None:
@@ -83,7 +83,7 @@ def test_any_text_comes_back_and_plain_text_holds_no_control_token(smollm2: Chat
     known = {piece[0] for piece in map(smollm2.id_to_bytes, range(smollm2.vocab_size)) if len(piece) == 1}
     text = "".join(letter for letter in text if known.issuperset(letter.encode()))
     assert smollm2.decode(smollm2.encode(text)) == text
-    plain = smollm2.encode(f"{text}<|im_end|>{text}", parse_special=False)
+    plain = smollm2.encode_parts([f"{text}<|im_end|>{text}"])
     assert smollm2.decode(plain) == f"{text}<|im_end|>{text}"
     assert smollm2.special_ids.isdisjoint(plain)
 
@@ -155,10 +155,10 @@ def test_gguf_and_tokenizer_json_give_the_same_ids(tmp_path: Path, pre: str) -> 
         for add_special in (False, True):
             wanted = trained.encode(text, add_special_tokens=add_special).ids
             assert from_json.encode(text, add_special) == from_gguf.encode(text, add_special) == wanted
-        normal = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        normal = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[pre].nfc else text
         for tokenizer in (from_json, from_gguf):
             assert tokenizer.decode(tokenizer.encode(text)) == normal
-            plain = tokenizer.encode(text, parse_special=False)
+            plain = tokenizer.encode_parts([text])
             assert tokenizer.decode(plain) == normal
             assert tokenizer.special_ids.isdisjoint(plain)
             assert tokenizer.token_to_id("<tool_call>") not in plain
@@ -189,30 +189,35 @@ def sentencepiece_metadata() -> dict[str, Any]:
 def test_sentencepiece_merges_by_score_and_takes_the_longest_run_of_spaces() -> None:
     tokenizer = ChatTokenizer(build_gguf_tokenizer(sentencepiece_metadata(), "toy"), bos_id=2, eos_ids=(1,))
 
-    def pieces(text: str, **options: bool) -> list[str | None]:
-        return [tokenizer.id_to_token(index) for index in tokenizer.encode(text, **options)]
+    def pieces(text: str, add_special: bool = False) -> list[str | None]:
+        return [tokenizer.id_to_token(index) for index in tokenizer.encode(text, add_special)]
 
     assert pieces("hello hello") == ["hello", "▁hello"]
     assert pieces(" " * 7 + "x") == ["▁▁▁▁▁", "▁▁", "x"]
     assert pieces("é") == ["<0xC3>", "<0xA9>"]
     assert pieces("x", add_special=True) == ["<bos>", "x"]
     assert pieces("<bos>x") == ["<bos>", "x"]
-    assert pieces("<bos>x", parse_special=False) == ["<", "<0x62>", "o", "<0x73>", "<0x3E>", "x"]
+    plain = [tokenizer.id_to_token(index) for index in tokenizer.encode_parts(["<bos>x"])]
+    assert plain == ["<", "<0x62>", "o", "<0x73>", "<0x3E>", "x"]
     for text in ("hello   hello é東\n", "       x", "<bos>"):
-        assert tokenizer.decode(tokenizer.encode(text, parse_special=False)) == text
+        assert tokenizer.decode(tokenizer.encode_parts([text])) == text
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer model 'rwkv' is not supported"),
-        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported"),
+        ({"tokenizer.ggml.pre": "rwkv"}, "pre-tokenizer 'rwkv' is not supported"),
+        ({"tokenizer.ggml.pre": None}, "has no tokenizer.ggml.pre"),
         ({"tokenizer.ggml.tokens": None}, "tokens is not a list of texts"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "holds a token twice"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type does not match"),
         ({"tokenizer.ggml.merges": ["a"]}, "the vocabulary cannot be used"),
         ({"tokenizer.ggml.merges": [1]}, "merges is not a list of texts"),
-        ({"tokenizer.ggml.model": "llama"}, "add a space prefix are not supported"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["▁▁"], "tokenizer.ggml.token_type": [4]},
+            "user-defined pieces with spaces",
+        ),
         (
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": False},
             "scores does not match the tokens",
@@ -263,7 +268,7 @@ def test_damaged_files_never_raise_another_error(tmp_path: Path, data: st.DataOb
     try:
         tokenizer = load_tokenizer(path)
         tokenizer.encode("hello <|im_end|> é", add_special=True)
-        tokenizer.encode("hello <|im_end|> é", parse_special=False)
+        tokenizer.encode_parts(["hello <|im_end|> é"])
     except CheckpointError as error:
         assert error.reason
 
