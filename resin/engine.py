@@ -55,8 +55,8 @@ class Engine:
         enable_metrics: collect metrics (`engine.metrics.registry`).
         overlap: plans that may be in flight while the next one is made, if the runner can; 0 (or False) waits for each.
             Results are the same. 1 hides planning; 2 also hides a read-back that takes longer than a step.
-        cache_pages: pages of the arena; None asks the runner (`free_pages()`), else takes what all slots at full
-            context would lease.
+        cache_pages: pages of the arena; None takes what all slots at full context would lease, as far as the runner's
+            memory goes (`free_pages()`), and with a prefix cache all that the runner has.
         policy: scheduling choices.
         record: path of a plan recording to write.
         clock: seconds, monotonic.
@@ -234,14 +234,12 @@ class Engine:
                 self._planning = False
             if not self.scheduler.failures:
                 break
-            # A request's own callback raised: end that request alone, and plan again without it.
+            # A request's own callback raised, or it has no room alone: end that request, and plan again without it.
             if planned is not None:
                 self.scheduler.rollback(planned)
             for request, error in self.scheduler.failures:
                 self._finish(request, FinishReason.ERROR, error)
             self.scheduler.failures.clear()
-        if planned is None and self._live and not self._in_flight:
-            raise self._quarantine(AssertionError("nothing can be planned although requests are live"))
         if self.metrics is not None and planned is not None:
             self.metrics.on_plan(time.perf_counter() - started)
         return planned
@@ -356,13 +354,14 @@ class Engine:
         if not config.groups:
             return ArenaSpec(0, 0, config.arena_dtype)
         if cache_pages is None:
+            sizing = CacheManager(config.groups, config.geometry, 0, prefix_cache=prefix_cache)
+            row = sizing.pages_needed(self.context_length, config.max_plan_tokens)
+            most = 1 + row * config.max_sequences  # that requests can lease; a prefix cache fills any number
             free_pages = getattr(self.runner, "free_pages", None)
-            if free_pages is not None:
-                cache_pages = free_pages()
+            if free_pages is None:
+                cache_pages = most
             else:
-                sizing = CacheManager(config.groups, config.geometry, 0, prefix_cache=prefix_cache)
-                row = sizing.pages_needed(self.context_length, config.max_plan_tokens)
-                cache_pages = 1 + row * config.max_sequences
+                cache_pages = free_pages() if prefix_cache else min(free_pages(), most)
         if cache_pages < 2:
             raise InvalidRequest("cache_pages", cache_pages, "at least 2 pages")
         arena = ArenaSpec(cache_pages, config.geometry.page_bytes, config.arena_dtype)

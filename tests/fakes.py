@@ -6,7 +6,8 @@ alone, so a wrong page, offset, state or slot changes the tokens. `expected_toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from resin import (
     ArenaSpec,
     BatchPlan,
     Bucket,
+    CacheGeometry,
     CacheGroup,
     ForwardOutput,
     HistoryGroup,
@@ -27,6 +29,7 @@ from resin import (
     WindowGroup,
     plan_geometry,
 )
+from resin.plan.cache import GroupGeometry
 
 VOCAB = 251
 _POISON = -(10**9)
@@ -52,8 +55,14 @@ def fake_config(
     max_context_tokens: int = 256,
     max_plan_tokens: int = 32,
     buckets: bool = True,
+    spans: Sequence[int] = (),
 ) -> RunnerConfig:
-    geometry = plan_geometry(groups, arena_dtype="float32", page_tokens=page_tokens if groups else None)
+    """A table of a few buckets. `spans` are tokens a page of each group (0 for a State) instead of those that
+    `plan_geometry` picks: the widths of a real model's layers make such pages, Gemma 3 1B ones of 88 and 16 tokens."""
+    if spans:
+        geometry = geometry_of_spans(groups, spans)
+    else:
+        geometry = plan_geometry(groups, arena_dtype="float32", page_tokens=page_tokens if groups else None)
     spans = [fill.span_tokens for fill in geometry.groups]
 
     def bucket(phase: Phase, sequences: int, tokens: int) -> Bucket:
@@ -71,6 +80,13 @@ def fake_config(
         geometry=geometry,
         buckets=tuple(table) if buckets else (),
     )
+
+
+def geometry_of_spans(groups: Sequence[CacheGroup], spans: Sequence[int]) -> CacheGeometry:
+    align = math.lcm(*(span for span in spans if span))
+    checkpoints = [group.checkpoint_tokens for group in groups if isinstance(group, StateGroup)]
+    fills = tuple(GroupGeometry(max(span, 1), span, int(span == 0), 0.0) for span in spans)
+    return CacheGeometry(4096, fills, align, -(-max(checkpoints, default=1) // align) * align)
 
 
 def mix(value: int, token: int) -> int:

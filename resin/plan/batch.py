@@ -58,7 +58,7 @@ class RowFlag(enum.IntFlag):
 _LOGPROBS = int(RowFlag.LOGPROBS)  # arithmetic with the flag itself is slow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CacheGroupPlan:
     """One cache group's page rows and append destinations; which fields are set depends on the kind of group.
 
@@ -79,7 +79,7 @@ class CacheGroupPlan:
     output_pages: np.ndarray | None = None  # int32 [B, pages_per_state]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SlotLoad:
     """Per-request state that a device slot needs before the plan runs (rare: penalties, bias, min tokens).
 

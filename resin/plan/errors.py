@@ -19,6 +19,16 @@ class InvalidRequest(ResinError, ValueError):
         super().__init__(f"{field}={shown}: expected {expected}")
         self.field = field
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are rebuilt from `args`, which hold the message alone; the value may be anything.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
 
 class PlanRejected(ResinError):
     """Raised by `Runner.accept` to refuse a plan before anything ran: the step may be retried."""
+
+
+def _rebuild(kind: type[InvalidRequest], args: tuple[object, ...], state: dict[str, object]) -> InvalidRequest:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
 from resin.plan.errors import InvalidRequest
+from resin.plan.mapping import FrozenMapping
 
 TokenMask = Callable[[Sequence[int]], np.ndarray | None]
 """Maps the tokens generated so far to a bool `[vocab]` array of allowed ids (None: all allowed)."""
@@ -97,7 +97,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _real(f"logit_bias[{token}]", bias, -math.inf, 1e9)
-        frozen = MappingProxyType({int(token): float(bias) for token, bias in self.logit_bias.items()})
+        frozen = FrozenMapping({int(token): float(bias) for token, bias in self.logit_bias.items()})
         object.__setattr__(self, "logit_bias", frozen)
         if not isinstance(self.ignore_stop, bool):
             raise InvalidRequest("ignore_stop", self.ignore_stop, "True or False")

@@ -37,7 +37,8 @@ class RunnerOptions:
         prefill_sequences: sequences that one prefill step packs at most.
         page_tokens: tokens a page; None searches for the least waste.
         checkpoint_tokens: distance of the State checkpoints that the prefix cache keeps; None takes the model's own.
-        cache_bytes: arena bytes a device; None takes 1 GiB on CPU and nine tenths of what is free on GPU.
+        cache_bytes: arena bytes a device at most; None takes 1 GiB on CPU and nine tenths of what is free on GPU.
+            Without a prefix cache the arena is no larger than all sequences at full length need.
         dummy: random weights instead of the checkpoint's.
         seed: of the random weights.
         compile_threads: buckets compiled at once; None takes the CPU count, at most 8.

@@ -31,6 +31,7 @@ from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
 # Share of a GPU's free memory that the arena takes when nothing is said; the rest is for temporaries.
 GPU_CACHE_SHARE = 0.9
 CPU_CACHE_BYTES = 1 << 30
+MAX_ARENA_ROWS = 1 << 31  # of the narrowest plane
 
 WeightLoader = Callable[[Progress | None], tuple[jax.Array, ...]]
 """Puts the weights on the devices; called once, when the memory ledger holds."""
@@ -121,6 +122,8 @@ class ModelRunner:
     def free_pages(self) -> int:
         """Pages that fit: what the options say, else a share of the memory that weights and slots leave.
 
+        The Engine takes all of them for a prefix cache, and what its sequences can fill without one.
+
         Raises:
             InvalidRequest: they leave none.
         """
@@ -133,12 +136,17 @@ class ModelRunner:
         least.check()
         free = least.limit - least.weights - least.slots
         share = min(CPU_CACHE_BYTES, free // 2) if self.device.platform == "cpu" else int(free * GPU_CACHE_SHARE)
-        # More than every slot at full length is never used.
-        most = 1 + self.config.max_sequences * sum(
-            fill.pages_per_state * 2 or -(-self.config.max_context_tokens // fill.span_tokens) + 1
-            for fill in self.config.geometry.groups
-        )
-        return min(share // page_bytes, most)
+        return min(share // page_bytes, self._most_pages)
+
+    @property
+    def _most_pages(self) -> int:
+        """Pages that 32-bit row indices reach."""
+        return (MAX_ARENA_ROWS - 1) // (self.config.geometry.page_bytes // self._narrowest_vector_bytes)
+
+    @property
+    def _narrowest_vector_bytes(self) -> int:
+        dtype = self.config.arena_dtype
+        return min(plane.vector_bytes(dtype) for group in self.config.groups for plane in group.planes)
 
     def bind(self, arena: ArenaSpec) -> None:
         """Fixes the arena's size; memory is taken at warm-up, once the ledger holds.
@@ -153,10 +161,9 @@ class ModelRunner:
             raise InvalidRequest("arena", arena, f"page_bytes and dtype {expected}")
         if arena.num_pages < 2:
             raise InvalidRequest("num_pages", arena.num_pages, "at least 2: page 0 is scratch")
-        vectors = [plane.vector_bytes(arena.dtype) for group in self.config.groups for plane in group.planes]
-        narrowest = min(vectors, default=arena.page_bytes)
-        if arena.num_pages * (arena.page_bytes // narrowest) >= 1 << 31:
-            raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {narrowest} bytes")
+        if self.config.groups and arena.num_pages > self._most_pages:
+            row = self._narrowest_vector_bytes
+            raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {row} bytes")
         self._arena_spec = arena
 
     def compile(self, progress: Progress | None = None) -> None:

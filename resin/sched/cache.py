@@ -84,8 +84,7 @@ class CacheManager:
         Window pages that no query after `committed` can see go first: the row cycles. They stay gone if the plan never
         runs. Safe while a plan up to `computed` tokens is in flight, because plans execute in dispatch order.
         """
-        for index in self._windows:
-            self.pool.release(self._cycle(index, [lease.rows[index]], [committed]))
+        self.cycle(lease, committed)
         wants = [
             max(-(-new_tokens // group.span_tokens) - row.end, 0)
             for group, row in zip(self.paged, lease.rows, strict=True)
@@ -138,6 +137,14 @@ class CacheManager:
             self._advance_states(lease, position, pages[start : start + states], reservation)
             start += states
         return True
+
+    def cycle(self, lease: CacheLease, committed: int) -> bool:
+        """Lets go of the Window pages that no query after `committed` tokens can see; False if the lease holds none."""
+        dropped: list[int] = []
+        for index in self._windows:
+            dropped += self._cycle(index, [lease.rows[index]], [committed])
+        self.pool.release(dropped)
+        return bool(dropped)
 
     def _cycle(self, index: int, rows: list[PageRow], committed: list[int]) -> list[int]:
         """Takes the pages out of Window rows that lie before the window of the query after `committed` tokens."""
@@ -212,6 +219,10 @@ class CacheManager:
                 assert not published[page], "page held by two nodes"
                 published[page] = True
         assert sum(1 for _ in self.prefixes.trie.nodes()) == self.prefixes.trie.num_nodes
+        leases = list(leases)
+        ends = {lease.node for lease, _ in leases}
+        for node in self.prefixes.trie.nodes():
+            assert node.has_pages or node.children or node in ends, "a node that leads to no page"
         for lease, computed in leases:
             pages = lease.pages()
             assert len(set(pages)) == len(pages) and 0 not in pages

@@ -105,6 +105,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     _find_ends(table, committed, table.stop_ids[slots].T, limits=True)
     if scheduler.cache.prefixes.enabled:
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
+    scheduler.note_room()  # who is done with a prompt promises to take less, and Window rows give a chunk's pages up
     return committed
 
 

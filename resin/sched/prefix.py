@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from resin.plan.mapping import FrozenMapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,10 @@ class PrefixAudit:
 
     hit_tokens: int
     ceiling_tokens: int
-    losses: dict[str, int] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "losses", FrozenMapping(self.losses))
 
 
 class PrefixNode:
@@ -52,7 +57,11 @@ class PrefixNode:
 
     @property
     def has_resume(self) -> bool:
-        return self.windows is not None or self.state is not None
+        return any(self.windows or ()) or bool(self.state)
+
+    @property
+    def has_pages(self) -> bool:
+        return any(self.history) or self.has_resume
 
     def resume_pages(self) -> Iterator[int]:
         """Pages that only matter for resuming at this node's end."""
@@ -128,12 +137,18 @@ class PrefixTrie:
 
     def offer_resume(self, node: PrefixNode) -> None:
         """Makes the node's Window pages and checkpoint candidates for eviction (call after attaching them)."""
-        self._push(RESUME, node)
+        if node.has_resume:
+            self._push(RESUME, node)
 
     def on_release(self, node: PrefixNode) -> None:
-        """A request that ended at `node` released its pages: the node is a candidate again if it was passed over."""
+        """A request that ended at `node` released its pages: the node is a candidate again if it was passed over.
+
+        A node that holds no pages, nor leads to one that does, was there for the request alone.
+        """
         if node.parent is None:
             self._drop_root(node)
+        elif node.alive and not node.children and not node.has_pages:
+            self._remove(node)
         elif node.alive:
             self._push(LEAF, node)
             self._push(RESUME, node)
@@ -187,7 +202,7 @@ class PrefixTrie:
     def _drop_resume(self, node: PrefixNode) -> None:
         self._withdraw(node.resume_pages())
         node.windows = node.state = None
-        if not any(node.history) and not node.children:
+        if not node.has_pages and not node.children:
             self._remove(node)
 
     def _remove(self, node: PrefixNode) -> None:
@@ -208,7 +223,7 @@ class PrefixTrie:
                 return
             if parent.children:
                 return
-            if any(parent.history) or parent.has_resume:
+            if parent.has_pages:
                 self._push(LEAF, parent)
                 return
             node = parent

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resin.plan import BatchPlan, Bucket, InvalidRequest, Phase, RunnerConfig, smallest_bucket
+from resin.plan import BatchPlan, Bucket, InvalidRequest, Phase, ResinError, RunnerConfig, smallest_bucket
 from resin.sched.cache import CacheManager, Reservation
 from resin.sched.cohort import Cohort
 from resin.sched.masks import allowed_masks
@@ -21,6 +21,10 @@ from resin.sched.planner import Chunk, Planner
 from resin.sched.queue import RequestQueue
 from resin.sched.request import Request, RequestState
 from resin.sched.slots import ACCEPTED, SlotTable
+
+
+class OutOfPages(ResinError):
+    """A request needs more cache pages than the pool can give it, though nobody else runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Scheduler:
         self.prefilling: list[Request] = []  # by rank
         self.decoding: list[Request] = []
         self.closing: set[Request] = set()  # ended, but a plan in flight still holds a row
-        self.failures: deque[tuple[Request, Exception]] = deque()  # requests whose own callback raised
+        self.failures: deque[tuple[Request, Exception]] = deque()  # requests that cannot go on, and why
         self.retractions = 0
         self.prefill_streak = 0
         self.planner = Planner(config, self.table, cache.paged)
@@ -88,6 +92,10 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         self.queue.push(request)
+        self.note_room()
+
+    def note_room(self) -> None:
+        """There may be room, or another request in front: the next step looks at the queue again."""
         self._room_changed = True
 
     def running(self) -> Iterator[Request]:
@@ -103,7 +111,7 @@ class Scheduler:
         """Ends a waiting or running request; its pages return now, or when the last plan that holds it is collected."""
         if request.state is RequestState.QUEUED:
             self.queue.remove(request, RequestState.FINISHED)
-            self._room_changed = True  # it may have been the one that blocked the others
+            self.note_room()  # it may have been the one that blocked the others
             return
         self._leave(request)
         request.state = RequestState.FINISHED
@@ -132,7 +140,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.cache.release(request)
         self.table.give_back(request)
-        self._room_changed = True
+        self.note_room()
 
     def release_closed(self, request: Request) -> None:
         """A plan with a row of an ended request was collected: free its pages if it was the last one."""
@@ -164,7 +172,21 @@ class Scheduler:
         planned = self._plan_decode(in_flight)
         if planned is None and not in_flight and self.prefilling:
             planned = self._plan_prefill()  # on the pages of the decoding rows, all retracted just now
+        if planned is None and not in_flight:
+            self._give_up_on_one()
         return planned
+
+    def _give_up_on_one(self) -> None:
+        """Nothing can be planned and nothing is in flight: the best-ranked request fails, so that others go on."""
+        request = min(self.running(), key=lambda request: (request.rank, request.id), default=None)
+        if request is not None:
+            assert request.lease is not None
+            held, pool = len(request.lease.pages()), self.cache.pool
+            error = OutOfPages(
+                f"no room for the next of {request.num_tokens} tokens: it holds {held} of {pool.total} pages, and "
+                f"{self.cache.available} are left"
+            )
+            self.failures.append((request, error))
 
     def accept(self, planned: PlannedStep) -> None:
         """The runner took the plan: what it computes and emits counts from now on."""
@@ -206,7 +228,7 @@ class Scheduler:
             lease = request.lease = self.cache.prefixes.lease(request)
             held = sum(len(row) for row in lease.rows)
             need = self.cache.pages_needed(request.num_tokens + 1, self.max_plan_tokens) - held
-            if self.config.groups and self.num_running and need + self._promised_pages() > self.cache.available:
+            if self.config.groups and self.num_running and not self._has_room(need):
                 self.cache.release(request)
                 if not request.retractions:
                     request.prefix_audit = None  # the admission to come sets it
@@ -228,6 +250,25 @@ class Scheduler:
         while at and (self.prefilling[at - 1].rank, self.prefilling[at - 1].id) > (request.rank, request.id):
             at -= 1
         self.prefilling.insert(at, request)
+
+    def _has_room(self, need: int) -> bool:
+        """True if `need` pages are there beyond those that admitted requests will take."""
+        if need + self._promised_pages() <= self.cache.available:
+            return True
+        return self._cycle_rows() and need + self._promised_pages() <= self.cache.available
+
+    def _cycle_rows(self) -> bool:
+        """Takes the Window pages that nobody can see any more from every row at hand; False if there are none.
+
+        Rows that grow are cycled then. The others may keep a page, after prefill a whole chunk's, until room is short.
+        """
+        freed = False
+        for request in self.running():
+            assert request.lease is not None
+            if self.cache.cycle(request.lease, int(self.table.committed[request.slot])):
+                self.rows_changed(request)
+                freed = True
+        return freed
 
     def _promised_pages(self) -> int:
         """Pages that admitted requests still need for their known tokens, and one each for rows that decode."""
@@ -284,8 +325,7 @@ class Scheduler:
                 fits = smallest_bucket(
                     self.config.buckets, Phase.PREFILL, len(chunks) + 1, used, self.planner.row_pages(wider)
                 )
-                committed = int(self.table.committed[slot])
-                if fits is not None and self.cache.try_extend(request.lease, committed, start, stop, reservation):
+                if fits is not None and self._try_extend(request, start, stop, reservation):
                     chunks.append(Chunk(request, start, stop, stop == known))
                     bucket, pages, budget = fits, wider, budget - (stop - start)
                     break
@@ -295,6 +335,14 @@ class Scheduler:
             if budget <= 0 or stop <= start:
                 break
         return chunks, bucket
+
+    def _try_extend(self, request: Request, start: int, stop: int, reservation: Reservation) -> bool:
+        """Reserves what the request needs to compute tokens `[start, stop)`; all or nothing."""
+        lease, committed = request.lease, int(self.table.committed[request.slot])
+        assert lease is not None
+        return self.cache.try_extend(lease, committed, start, stop, reservation) or (
+            self._cycle_rows() and self.cache.try_extend(lease, committed, start, stop, reservation)
+        )
 
     def _chunk_stop(self, start: int, known: int, budget: int) -> int:
         stop = min(known, start + budget)
@@ -327,6 +375,8 @@ class Scheduler:
             reservation = Reservation()
             if self._extend_rows(cohort, growing, sealing, reservation):
                 break
+            if self._cycle_rows():
+                continue
             if in_flight or not self._retract_youngest():
                 return None
         try:

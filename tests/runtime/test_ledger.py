@@ -74,6 +74,32 @@ def test_the_arena_takes_its_share_of_what_weights_will_leave(monkeypatch: pytes
     assert runner.free_pages() == cold
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cache"])
+def test_a_prefix_cache_takes_the_memory_that_sequences_alone_would_not(
+    prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, runner = counting_runner(max_sequences=2, max_context_tokens=64)
+    page_bytes = runner.config.geometry.page_bytes
+    room = 4000 * page_bytes
+    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: runner.model.nbytes + room)
+    fits = runner.free_pages()
+    engine = Engine(runner, prefix_cache=prefix_cache)
+    whole = engine.scheduler.cache.pages_needed(64, runner.config.max_plan_tokens)
+    assert 1500 < fits < 4000 and 2 * whole < 200
+    assert engine.arena.num_pages == (fits if prefix_cache else 1 + 2 * whole)
+    _, bounded = counting_runner(max_sequences=2, max_context_tokens=64, cache_bytes=300 * page_bytes)
+    assert Engine(bounded, prefix_cache=True).arena.num_pages == 300, "the option is the bound"
+
+
+def test_an_arena_never_outgrows_its_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runner = counting_runner(max_sequences=2, max_context_tokens=64)
+    monkeypatch.setattr("resin.runtime.runner.MAX_ARENA_ROWS", 10_000)
+    most = runner.free_pages()
+    with pytest.raises(InvalidRequest, match="num_pages"):
+        Engine(runner, cache_pages=most + 1)
+    assert Engine(runner, prefix_cache=True).arena.num_pages == most
+
+
 def test_a_checkpoint_that_does_not_fit_the_model_is_refused_before_compiling() -> None:
     held = tiny_checkpoint("llama")
     arrays = {name: array for name, array in held.arrays.items() if "layers.1.mlp" not in name}

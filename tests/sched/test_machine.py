@@ -31,8 +31,13 @@ MIXES: dict[str, tuple[CacheGroup, ...]] = {
     "history+state": (history_group(), state_group(8, rows=20)),
     "all three": (history_group(), window_group(6), state_group(16)),
     "two windows": (window_group(5, "near"), window_group(17, "far", rows=4)),
+    "window 1": (window_group(1),),
+    "window+state": (window_group(3), state_group(8)),
     "compressed": (history_group(4, rows=8), history_group(1, "index", rows=1), state_group(8)),
 }
+SPANS = {"5 and 2": (5, 2), "15, 7 and state": (15, 7, 0)}  # page spans that do not divide one another
+MIXES["5 and 2"] = (history_group(), window_group(7))
+MIXES["15, 7 and state"] = (history_group(), window_group(20), state_group(16))
 CONTEXT_TOKENS = 96
 MAX_PREFILL_STREAK = 3
 
@@ -42,7 +47,9 @@ class Driver:
 
     def __init__(self, mix: str, *, overlap: int, prefix_cache: bool, spare_pages: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.config = fake_config(MIXES[mix], max_context_tokens=CONTEXT_TOKENS, max_sequences=4)
+        self.config = fake_config(
+            MIXES[mix], spans=SPANS.get(mix, ()), max_context_tokens=CONTEXT_TOKENS, max_sequences=4
+        )
         self.runner = (OverlapFake if overlap else PagedFake)(self.config)
         self.runner.check = self.check_rows
         self.clock_s = 0.0
