@@ -10,8 +10,13 @@ from resin.recipes.characters import CharacterStream
 from resin.recipes.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from resin.recipes.recipe import Tokenizer
 
-_RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
-_CHANNELS = ("analysis", "commentary", "final")
+_RECIPIENT = re.compile(r"(?:^|\s|(?<=assistant))to=(\S+)")
+_ROLE = re.compile(r"\s*(assistant)?\s*")
+_CHANNEL = re.compile(r"\s*(analysis|commentary|final)\s*(json|code|text)?\s*")
+_CHANNEL_HEADS = [
+    f"{channel} {rest}" for channel in ("analysis", "commentary", "final") for rest in ("to=", "json", "code", "text")
+]
+_NO_TOOLS = ("assistant", "user", "all")
 
 
 class HarmonyParser:
@@ -50,8 +55,7 @@ class HarmonyParser:
     def _begin_header(self, part: str) -> None:
         """`part` is "role" after a start token and "" where one should have come."""
         self._in_body = False
-        self._part = part
-        self._header = {"": "", "role": "", "channel": "", "constrain": ""}
+        self._header = [(part, "")]
         self._kind = ""
         self._recipient = ""
         self._body: list[str] = []
@@ -67,10 +71,10 @@ class HarmonyParser:
             deltas = self._close() if self._in_body else []
             if self._in_body:
                 self._begin_header("role")
-            self._part = "channel"
+            self._header.append(("channel", ""))
         elif name == "constrain":
             deltas = []
-            self._part = "constrain"
+            self._header.append(("constrain", ""))
         else:
             deltas = [] if self._in_body else self._begin_body()
         return deltas
@@ -79,7 +83,8 @@ class HarmonyParser:
         if not text:
             return []
         if not self._in_body:
-            self._header[self._part] += text
+            part, begun = self._header[-1]
+            self._header[-1] = (part, begun + text)
             return []
         if self._kind == "call":
             self._body.append(text)
@@ -87,16 +92,12 @@ class HarmonyParser:
         return [ReasoningDelta(text) if self._kind == "analysis" else TextDelta(text)]
 
     def _begin_body(self) -> list[Delta]:
-        deltas = self._misplaced_text()
-        where = f"{self._header['role']} {self._header['channel']}"
-        recipient = _RECIPIENT.search(where)
-        channel = self._header["channel"].split()
+        deltas = self._misplaced_text(is_whole=True)
+        recipients = [match[1] for _, text in self._header for match in _find_recipient(text)]
+        channels = [match[1] for part, text in self._header if part == "channel" and (match := _match_channel(text))]
         self._in_body = True
-        self._recipient = recipient[1].removeprefix("functions.") if recipient else ""
-        if self._recipient:
-            self._kind = "call"
-        else:
-            self._kind = channel[0] if channel else ""
+        self._recipient = recipients[0].removeprefix("functions.") if recipients else ""
+        self._kind = "call" if self._recipient else channels[-1] if channels else ""
         return deltas
 
     def _close(self) -> list[Delta]:
@@ -114,14 +115,29 @@ class HarmonyParser:
         index = self._calls - 1
         return [ToolCallDelta(index, self._call_ids.id_of(index), self._recipient, arguments)]
 
-    def _misplaced_text(self) -> list[Delta]:
-        """Header text that is neither a header nor the beginning of one."""
-        header = self._header
-        role = _RECIPIENT.sub("", header["role"]).strip()
-        channel = _RECIPIENT.sub("", header["channel"]).strip()
-        stray = header[""] if header[""].strip() else ""
-        if not "assistant".startswith(role):
-            stray += header["role"].removeprefix("assistant")
-        if not any(name.startswith(channel) for name in _CHANNELS):
-            stray += header["channel"]
+    def _misplaced_text(self, *, is_whole: bool = False) -> list[Delta]:
+        """Header text that is neither a header nor, unless it is to be whole, the beginning of one."""
+        stray = ""
+        for part, text in self._header:
+            rest = _RECIPIENT.sub("", text)
+            if part == "channel":
+                fits = not rest.strip() or _match_channel(text) or (not is_whole and _begins(rest, _CHANNEL_HEADS))
+                stray += "" if fits else text
+            elif part != "constrain" and not _ROLE.fullmatch(rest):
+                fits = part == "role" and not is_whole and _begins(rest, ["assistant to="])
+                stray += "" if fits else text.removeprefix("assistant") if part == "role" else text
         return [TextDelta(stray, is_incomplete=True)] if stray else []
+
+
+def _begins(text: str, heads: Iterable[str]) -> bool:
+    begun = " ".join(text.split())
+    return any(head.startswith(begun) for head in heads)
+
+
+def _find_recipient(text: str) -> list[re.Match[str]]:
+    return [match for match in _RECIPIENT.finditer(text) if match[1] not in _NO_TOOLS]
+
+
+def _match_channel(text: str) -> re.Match[str] | None:
+    """A channel's name, perhaps with the kind of content that follows, which may also lack its control token."""
+    return _CHANNEL.fullmatch(_RECIPIENT.sub(" ", text))

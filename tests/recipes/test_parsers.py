@@ -206,6 +206,44 @@ def test_harmony_channels() -> None:
     assert [(call.name, call.arguments) for call in deltas if isinstance(call, ToolCallDelta)] == [("f", '{"a": 1}')]
 
 
+HEADERS = [
+    "<|channel|>commentary to=functions.f <|constrain|>json",
+    " to=functions.f<|channel|>commentary",
+    "to=functions.f<|channel|>commentary",
+    " to=functions.f<|channel|>commentary<|constrain|>json",
+    " to=functions.f<|channel|>commentary json",
+    "<|channel|>commentary to=functions.f json",
+    "<|channel|>commentary to=functions.f code",
+    "<|channel|>commentary to=functions.f<|channel|>commentary",
+    "<|channel|>analysis to=functions.f<|channel|>commentary<|constrain|>json",
+    "<|channel|>analysis to=functions.f code",
+    "<|channel|>commentaryjson to=functions.f",
+    "<|channel|>commentary<|constrain|>json to=functions.f",
+]
+
+
+@pytest.mark.parametrize("before", ["", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_harmony_calls_however_their_header_is_written(header: str, before: str) -> None:
+    deltas = parse(RECIPES["gpt_oss"], TOKENIZER.encode(before + header + '<|message|>{"a": 1}<|call|>'))
+    assert joined([delta for delta in deltas if not isinstance(delta, ToolCallDelta)]) == ("Hm" if before else "")
+    assert [(call.name, call.arguments) for call in deltas if isinstance(call, ToolCallDelta)] == [("f", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("header", ["final", "final json", "final <|constrain|>json", "commentary code", "final text"])
+def test_a_harmony_header_never_leaks_into_the_text(header: str) -> None:
+    response = TOKENIZER.encode(f"<|channel|>{header}<|message|>{{}}<|return|>")
+    assert joined(parse(RECIPES["gpt_oss"], response)) == "{}"
+    cut = TOKENIZER.encode(f"<|channel|>{header}")
+    for length in range(len(cut) + 1):
+        assert joined(parse(RECIPES["gpt_oss"], cut[:length])) == ""
+
+
+def test_a_harmony_message_to_the_assistant_is_no_call() -> None:
+    response = TOKENIZER.encode("<|channel|>commentary to=assistant<|message|>{}<|end|>")
+    assert joined(parse(RECIPES["gpt_oss"], response)) == "{}"
+
+
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_harmony_header_cut_short_shows_nothing(cut: int) -> None:
     response = TOKENIZER.encode("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>fin")
