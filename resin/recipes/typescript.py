@@ -75,8 +75,8 @@ def _variants(options: Sequence[object], indent: str, depth: int, *, said: objec
     for index, option in enumerate(options):
         fields = option if isinstance(option, Mapping) else {}
         described = fields.get("description")
-        is_new = isinstance(described, str) and described != said and not (said and index == 0)
-        about = [described] if is_new else []
+        is_said = described == said or (said and index == 0)
+        about = [described] if isinstance(described, str) and not is_said else []
         about += [f"default: {_default(fields)}"] if "default" in fields else []
         kind = _or_null(_type_of(option, indent + "   ", depth + 1), option)
         yield f"{kind} // {' '.join(about)}" if about else kind
