@@ -45,7 +45,10 @@ class Setting(Generic[T]):
 
 
 def _parse_directory(text: str) -> Path:
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("an absolute directory: nobody's home is known by that name") from None
     if not path.is_absolute():
         raise ValueError("an absolute directory")
     if path.exists() and not path.is_dir():
@@ -69,7 +72,12 @@ def _parse_token(text: str) -> str:
 def _default_cache(environment: Mapping[str, str]) -> Path:
     base = environment.get("XDG_CACHE_HOME", "")
     # The XDG rules ask to ignore a relative path.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "resin"
+    if Path(base).is_absolute():
+        return Path(base) / "resin"
+    try:
+        return Path.home() / ".cache" / "resin"
+    except RuntimeError:
+        raise InvalidRequest("RESIN_CACHE", None, "an absolute directory: this user has no home") from None
 
 
 CACHE_DIRECTORY: Setting[Path] = Setting(

@@ -27,6 +27,7 @@ def test_values() -> None:
     ("name", "value", "expected"),
     [
         ("RESIN_CACHE", "relative/place", "an absolute directory"),
+        ("RESIN_CACHE", "~nobody-at-all/x", "nobody's home"),
         ("RESIN_CACHE", __file__, "a directory, not a file"),
         ("HF_ENDPOINT", "huggingface.co", "an http or https address"),
         ("HF_TOKEN", "two words", "without spaces"),
@@ -37,3 +38,13 @@ def test_bad_values_name_variable_value_and_expectation(name: str, value: str, e
     with pytest.raises(InvalidRequest, match=expected) as caught:
         setting.read({name: value})
     assert caught.value.field == name
+
+
+def test_a_user_without_a_home_is_told_which_variable_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", staticmethod(homeless))
+    with pytest.raises(InvalidRequest, match="RESIN_CACHE=None: expected an absolute directory"):
+        CACHE_DIRECTORY.read({})
+    assert CACHE_DIRECTORY.read({"XDG_CACHE_HOME": "/x"}) == Path("/x/resin")

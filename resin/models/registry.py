@@ -1,5 +1,6 @@
 """Models by name, and what any model argument means: a name, a path or a hub id."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ def resolve(model: str | PathLike[str]) -> ModelSource:
     """
     if isinstance(model, str) and model in MODELS:
         return MODELS[model].source
-    path = Path(model).expanduser()
+    path = Path(model)
+    with contextlib.suppress(RuntimeError):  # the home of nobody who is known
+        path = path.expanduser()
     if path.exists() and str(model):
         return LocalSource(path)
     hub_id = _HUB_ID.fullmatch(model) if isinstance(model, str) else None

@@ -82,13 +82,14 @@ def build_runner(
     options = fit_options(options or RunnerOptions(), checkpoint)
     directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
     half = options.compile_cache_bytes // 2
-    if half:
-        use_compile_cache(directory, half)
+    keeps = bool(half) and use_compile_cache(directory, half)
     mesh = build_mesh(options)
     model_class = find_model_class(checkpoint.config, model)
     config = model_class.Config.from_hf(checkpoint.config)
     spec = build_spec(model_class, config, options, mesh)
-    programs = ProgramCache.of(directory / "steps", half, model_class, config, spec) if half else None
+    programs = None
+    if half:
+        programs = ProgramCache.of(directory / "steps", half, model_class, config, spec, is_writable=keeps)
     check_weights(spec, checkpoint, options)
 
     def load(progress: Progress | None) -> tuple[jax.Array, ...]:

@@ -10,6 +10,7 @@ one that serves it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -24,6 +25,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from resin.plan import ArenaSpec, Bucket
+from resin.runtime.compile_cache import warn_not_kept
 from resin.runtime.executable import StepSpec
 from resin.runtime.program_kind import ProgramKind
 
@@ -40,15 +42,25 @@ class ProgramCache:
         max_bytes: when the directory outgrows it, the programs that were used longest ago go.
         owner: what all programs of the runner have in common, as a string.
         devices: that programs run on.
+        is_writable: False reads only.
     """
 
     directory: Path
     max_bytes: int
     owner: str
     devices: tuple[jax.Device, ...]
+    is_writable: bool = True
 
     @staticmethod
-    def of(directory: Path, max_bytes: int, model_class: Any, model_config: Any, spec: StepSpec) -> ProgramCache | None:
+    def of(
+        directory: Path,
+        max_bytes: int,
+        model_class: Any,
+        model_config: Any,
+        spec: StepSpec,
+        *,
+        is_writable: bool = True,
+    ) -> ProgramCache | None:
         """The cache of a model's programs; None for a model that is not Resin's own."""
         if not model_class.__module__.startswith(OWN_MODELS):
             return None
@@ -70,7 +82,7 @@ class ProgramCache:
             spec.kernels().backend,
             spec.has_fresh_prefill,
         )
-        return ProgramCache(directory, max_bytes, "\n".join(map(repr, parts)), devices)
+        return ProgramCache(directory, max_bytes, "\n".join(map(repr, parts)), devices, is_writable)
 
     def load(self, bucket: Bucket, kind: ProgramKind, arena: ArenaSpec) -> jax.stages.Compiled | None:
         """The program, ready to run, or None if it is not there or cannot be read."""
@@ -80,16 +92,20 @@ class ProgramCache:
             program = serialize_executable.deserialize_and_load(
                 payload, in_tree, out_tree, backend=self.devices[0].client, execution_devices=self.devices
             )
-            os.utime(path)
+            with contextlib.suppress(OSError):  # a disk that cannot be written is read all the same
+                os.utime(path)
         except OSError:
             return None
         except Exception:  # another version's, a torn disk: it is compiled again and replaced
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
         return program
 
     def save(self, bucket: Bucket, kind: ProgramKind, arena: ArenaSpec, program: jax.stages.Compiled) -> None:
-        """Keeps a program if the device's programs can be kept and the disk takes it."""
+        """Keeps a program if the device's programs can be kept and the disk takes it, else says why not."""
+        if not self.is_writable:
+            return
         try:
             data = pickle.dumps(serialize_executable.serialize(program))
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -98,7 +114,9 @@ class ProgramCache:
                 file.write_bytes(data)
                 os.replace(file, self._path(bucket, kind, arena))
             self._trim()
-        except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        except OSError as error:
+            warn_not_kept(self.directory, error.strerror or str(error))
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             return
 
     def _path(self, bucket: Bucket, kind: ProgramKind, arena: ArenaSpec) -> Path:

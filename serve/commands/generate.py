@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -47,11 +48,14 @@ def run(args: argparse.Namespace) -> int:
     with args.input.open("rb") as file:
         total = sum(1 for line in file if line.strip())
     done = read_done(args.output)
-    loaded = load_model(args)
-    bar = ProgressBar("generating")
     counts = {"written": 0, "faulty": 0, "tokens": 0}
     skipped = len(done.ids) + len(done.lines)
-    with args.output.open("ab") as output, loaded.engine:
+    # Opened before the model: whether results can be written is found at once.
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(_appending(args.output))
+        loaded = load_model(args)
+        stack.enter_context(loaded.engine)
+        bar = stack.enter_context(ProgressBar("generating"))
 
         def write(result: dict[str, Any]) -> None:
             output.write(msgspec.json.encode(result) + b"\n")
@@ -65,9 +69,21 @@ def run(args: argparse.Namespace) -> int:
         offline = OfflineRun(loaded, default_max_tokens=args.max_tokens, at_once=2 * args.max_sequences)
         with args.input.open("rb") as file:
             offline.run(_numbered(file), done, write)
-    faults = f", {counts['faulty']} of them errors" if counts["faulty"] else ""
-    bar.close(f"{counts['written']} results{faults}, {counts['tokens']} tokens, {skipped} done before")
+        faults = f", {counts['faulty']} of them errors" if counts["faulty"] else ""
+        bar.close(f"{counts['written']} results{faults}, {counts['tokens']} tokens, {skipped} done before")
     return 1 if counts["faulty"] else 0
+
+
+@contextlib.contextmanager
+def _appending(path: Path) -> Iterator[IO[bytes]]:
+    """The open file; a disk that takes no more is said with the file's name."""
+    try:
+        with path.open("ab") as file:
+            yield file
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:

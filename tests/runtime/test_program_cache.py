@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -14,8 +15,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from resin import ArenaSpec, Engine, SamplingParams
 from resin.models.llama import Llama
-from resin.runtime import build_runner, load, program_cache, programs
+from resin.runtime import build_runner, compile_cache, load, program_cache, programs
 from resin.runtime.program_cache import ProgramCache
+from resin.runtime.program_kind import ProgramKind
 from tests.runtime.tiny_runner import NUM_PAGES, reference_greedy, tiny_checkpoint, tiny_options
 
 SIZES = {"decode_sequences": (4,), "prefill_tokens": (32,)}
@@ -25,7 +27,7 @@ def make(directory: Path, family: str = "llama", **changes) -> Engine:
     """An engine whose runner is warm and keeps its programs in the directory, whatever XLA's cache holds."""
     options = tiny_options(compile_cache=directory, compile_cache_bytes=1 << 30, **(SIZES | changes))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "use_compile_cache", lambda directory, max_bytes: None)  # it is the whole process's
+        patch.setattr(load, "use_compile_cache", lambda directory, max_bytes: True)  # it is the whole process's
         runner = build_runner(tiny_checkpoint(family), options)
     engine = Engine(runner, cache_pages=NUM_PAGES)
     held = jax.config.jax_compilation_cache_dir
@@ -191,3 +193,51 @@ def test_what_xlas_cache_gave_is_not_kept(first, tmp_path: Path, monkeypatch: py
     cache = ProgramCache.of(tmp_path / "steps", 1 << 30, Llama, runner.model_config, runner._spec)
     programs.Programs(runner._spec, 1, cache)._make(bucket, runner._bound_arena(), kind)
     assert not kept(tmp_path)
+
+
+def test_a_disk_that_cannot_be_written_is_said_and_harms_nothing(
+    first: tuple[Path, Engine], no_compiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine = first
+    cache = engine.runner._programs._cache
+    bucket, arena = engine.config.buckets[0], engine.arena
+    program = cache.load(bucket, ProgramKind.SPECIAL, arena)
+    assert program is not None
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    compile_cache.warn_not_kept.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache.os, "replace", full)
+        for _ in range(3):
+            cache.save(bucket, ProgramKind.SPECIAL, arena, program)
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache.os, "utime", full)
+        assert cache.load(bucket, ProgramKind.SPECIAL, arena) is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs are not kept in {cache.directory}: No space left on device"
+    ]
+
+
+@pytest.mark.parametrize("fault", ["a file in the way", "a full disk"])
+def test_a_place_that_takes_no_programs_is_said_once(
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = jax.config.jax_compilation_cache_dir
+    place = tmp_path / "programs"
+    if fault == "a file in the way":
+        place.write_text("")
+        reason = "File exists"
+    else:
+        usage = shutil.disk_usage(tmp_path)._replace(free=2_500_000)
+        monkeypatch.setattr(compile_cache.shutil, "disk_usage", lambda path: usage)
+        reason = "the disk has only 2.5 MB left"
+    options = tiny_options(compile_cache=place, compile_cache_bytes=1 << 30)
+    compile_cache.warn_not_kept.cache_clear()
+    for _ in range(2):
+        build_runner(tiny_checkpoint("llama"), options)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs are not kept in {place}: {reason}"
+    ]
+    assert jax.config.jax_compilation_cache_dir == held

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,6 +149,28 @@ def test_generate_names_a_missing_input(
 ) -> None:
     assert generate_with(tmp_path) == 1
     assert "in.jsonl" in capsys.readouterr().err
+
+
+def test_generate_names_an_output_that_cannot_be_written(
+    runner: ScriptedRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_lines(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"})
+    opened = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path, "open", lambda path, *mode, **kinds: FullDisk() if "ab" in mode else opened(path, *mode, **kinds)
+        )
+        assert generate_with(tmp_path) == 1
+    assert re.search(r"resin: \[Errno 28\] .*out.jsonl'\n$", capsys.readouterr().err)
+    # What cannot even be opened is found before the model is loaded.
+    monkeypatch.setattr(generate, "load_model", lambda args: pytest.fail("loaded"))
+    (tmp_path / "out.jsonl").mkdir()
+    assert generate_with(tmp_path) == 1
+    assert "out.jsonl" in capsys.readouterr().err
 
 
 def test_chat_answers_each_line(
