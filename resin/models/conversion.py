@@ -10,10 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from resin.models.config_reader import some
 from resin.models.declare import Placement
-from resin.models.families import find_model_class
+from resin.models.families import read_model
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedCheckpoint
+from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, Progress, load_weights
 from resin.plan import InvalidRequest
 
@@ -62,12 +64,12 @@ def convert_checkpoint(
     if isinstance(checkpoint, ConvertedCheckpoint):
         raise InvalidRequest("model", checkpoint.location, "a checkpoint that is not converted already")
     tp = mesh.shape["tp"]
-    model_class = find_model_class(checkpoint.config, model)
-    built = model_class(model_class.Config.from_hf(checkpoint.config), Placement(dtype, tp=tp))
-    abstract = AbstractModel.of(built)
+    model_class, config = read_model(checkpoint, model)
+    abstract = AbstractModel.of(model_class(config, Placement(dtype, tp=tp)))
     weights = load_weights(abstract, checkpoint, mesh, progress=progress)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_plain(checkpoint.config), indent=1), encoding="utf-8")
+    settings = _plain(dict(checkpoint.config)) | settled_settings(config, checkpoint.config)
+    (directory / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / WEIGHTS, dict(zip(abstract.names, weights, strict=True)))
     manifest = {"format": FORMAT, "dtype": dtype, "tp": tp, "weights": _describe(abstract)}
@@ -94,7 +96,7 @@ def restore_weights(
 
     Raises:
         InvalidRequest: they were laid out for another dtype or number of devices.
-        CheckpointError: they do not fit the model, all faults named at once, or cannot be read.
+        CheckpointError: they do not fit the model or cannot be read.
     """
     import orbax.checkpoint as ocp
 
@@ -115,7 +117,7 @@ def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh:
 
     Raises:
         InvalidRequest: weights laid out for another dtype or number of devices.
-        CheckpointError: they do not fit the model, all faults named at once.
+        CheckpointError: they do not fit the model.
     """
     if checkpoint.dtype != dtype:
         raise InvalidRequest("dtype", dtype, f"{checkpoint.dtype}, which these weights were converted to")
@@ -131,7 +133,7 @@ def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh:
         if name in held and held[name] != info
     ]
     if faults:
-        raise CheckpointError(checkpoint.location, f"{len(faults)} weights do not fit the model: " + "; ".join(faults))
+        raise CheckpointError(checkpoint.location, f"{len(faults)} weights do not fit the model: " + some(faults, "; "))
 
 
 def _describe(model: AbstractModel) -> dict[str, dict[str, Any]]:
