@@ -10,10 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from resin.models.config_reader import some
 from resin.models.declare import Placement
 from resin.models.families import read_model
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo, misfit
 from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedCheckpoint
 from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, Progress, load_weights
@@ -125,15 +124,16 @@ def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh:
         raise InvalidRequest("tp", mesh.shape["tp"], f"{checkpoint.tp}, which these weights were converted for")
     expected = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in _describe(model).items()}
     held = checkpoint.weights
-    faults = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]
-    faults += [f"extra {name} {list(held[name].shape)}" for name in held if name not in expected]
-    faults += [
+    missing = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]
+    extra = [f"extra {name} {list(held[name].shape)}" for name in held if name not in expected]
+    misshapen = [
         f"misshapen {name} {held[name].dtype} {list(held[name].shape)}, expected {info.dtype} {list(info.shape)}"
         for name, info in expected.items()
         if name in held and held[name] != info
     ]
-    if faults:
-        raise CheckpointError(checkpoint.location, f"{len(faults)} weights do not fit the model: " + some(faults, "; "))
+    error = misfit(checkpoint.location, "weights", missing, extra, misshapen)
+    if error is not None:
+        raise error
 
 
 def _describe(model: AbstractModel) -> dict[str, dict[str, Any]]:

@@ -14,9 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from resin.models.config_reader import some
 from resin.models.declare import Declaration, Init, Weight
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from resin.models.loading.checkpoint import Checkpoint, TensorInfo, misfit
 from resin.models.loading.quantised import packed_parts
 
 Progress = Callable[[str, int, int | None], None]
@@ -105,26 +104,27 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
         CheckpointError: says how many tensors do not fit, and names the first of them.
     """
     held = {**checkpoint.tensors, **checkpoint.quantised}
-    faults: list[str] = []
-    used: set[str] = set()
+    missing, unfit, used = [], [], set[str]()
     for declaration in model.declarations:
         shapes = declaration.assembly.source_shapes(declaration.shape)
         for name, shape in zip(declaration.sources, shapes, strict=True):
             stored = _stored_name(model, checkpoint, name)
             used.add(stored)
-            fault = _fault_of(stored, held.get(stored), shape, declaration.dtype)
-            if fault is not None:
-                faults.append(fault)
-    used.update(
-        part for name in checkpoint.quantised if name in used for part in packed_parts(name, checkpoint.tensors)
-    )
-    faults += [
+            if stored not in held:
+                missing.append(f"missing {stored} {list(shape)}")
+            elif fault := _fault_of(stored, held[stored], shape, declaration.dtype):
+                unfit.append(fault)
+    for name in checkpoint.quantised:
+        if name in used:
+            used.update(packed_parts(name, checkpoint.tensors))
+    extra = [
         f"extra {name} {list(checkpoint.tensors[name].shape)}"
         for name in sorted(set(checkpoint.tensors) - used)
         if not any(name == ignored or name.endswith(f".{ignored}") for ignored in model.ignored_tensors)
     ]
-    if faults:
-        raise CheckpointError(checkpoint.location, f"{len(faults)} tensors do not fit the model: {some(faults, '; ')}")
+    error = misfit(checkpoint.location, "tensors", missing, extra, unfit)
+    if error is not None:
+        raise error
 
 
 def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str:
@@ -134,10 +134,8 @@ def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str
     return other
 
 
-def _fault_of(name: str, info: TensorInfo | None, shape: tuple[int, ...], dtype: str) -> str | None:
+def _fault_of(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str) -> str | None:
     """What is wrong with a stored (or decoded) tensor that becomes a weight of a dtype."""
-    if info is None:
-        return f"missing {name} {list(shape)}"
     if tuple(info.shape) != shape:
         return f"misshapen {name} {list(info.shape)}, expected {list(shape)}"
     # Packed values are only what they are; numbers are read from floats that need no scale.

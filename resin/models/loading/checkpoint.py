@@ -1,10 +1,12 @@
 """What every weight file looks like to the rest of the library: Hugging Face names, shapes and config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from resin.models.config_reader import some
 from resin.plan import ResinError
 
 
@@ -23,6 +25,14 @@ class CheckpointError(ResinError, ValueError):
         self.location = str(location)
         self.tensor = tensor
         self.reason = reason
+
+
+def misfit(location: object, what: str, *faults: Sequence[str]) -> CheckpointError | None:
+    """The error that says how many things do not fit a model and names the first few of each kind; None for none."""
+    mixed = [fault for row in zip_longest(*faults) for fault in row if fault is not None]
+    return (
+        CheckpointError(location, f"{len(mixed)} {what} do not fit the model: {some(mixed, '; ')}") if mixed else None
+    )
 
 
 class TensorInfo(NamedTuple):
