@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from resin.models.declare import Placement
 from resin.models.families import read_model
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo, misfit
+from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo, refuse_misfits
 from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedCheckpoint
 from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, Progress, load_weights
@@ -131,9 +131,7 @@ def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh:
         for name, info in expected.items()
         if name in held and held[name] != info
     ]
-    error = misfit(checkpoint.location, "weights", missing, extra, misshapen)
-    if error is not None:
-        raise error
+    refuse_misfits(checkpoint.location, "weights", missing, extra, misshapen)
 
 
 def _describe(model: AbstractModel) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from resin.models.declare import Declaration, Init, Weight
-from resin.models.loading.checkpoint import Checkpoint, TensorInfo, misfit
+from resin.models.loading.checkpoint import Checkpoint, TensorInfo, refuse_misfits
 from resin.models.loading.quantised import packed_parts
 
 Progress = Callable[[str, int, int | None], None]
@@ -122,9 +122,7 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
         for name in sorted(set(checkpoint.tensors) - used)
         if not any(name == ignored or name.endswith(f".{ignored}") for ignored in model.ignored_tensors)
     ]
-    error = misfit(checkpoint.location, "tensors", missing, extra, unfit)
-    if error is not None:
-        raise error
+    refuse_misfits(checkpoint.location, "tensors", missing, extra, unfit)
 
 
 def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str:

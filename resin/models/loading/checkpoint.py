@@ -27,12 +27,11 @@ class CheckpointError(ResinError, ValueError):
         self.reason = reason
 
 
-def misfit(location: object, what: str, *faults: Sequence[str]) -> CheckpointError | None:
-    """The error that says how many things do not fit a model and names the first few of each kind; None for none."""
+def refuse_misfits(location: object, what: str, *faults: Sequence[str]) -> None:
+    """Raises a CheckpointError that counts what does not fit a model and names the first few of each kind."""
     mixed = [fault for row in zip_longest(*faults) for fault in row if fault is not None]
-    return (
-        CheckpointError(location, f"{len(mixed)} {what} do not fit the model: {some(mixed, '; ')}") if mixed else None
-    )
+    if mixed:
+        raise CheckpointError(location, f"{len(mixed)} {what} do not fit the model: {some(mixed, '; ')}")
 
 
 class TensorInfo(NamedTuple):
