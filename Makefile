@@ -51,7 +51,7 @@ types: install-dev
 	$(RUN)mypy
 
 cloc: install-dev ## code size by component
-	$(RUN)python -m bench.cloc
+	$(RUN)python -m bench cloc
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

@@ -1,9 +1,14 @@
-"""`python -m bench NAME ...`: each subcommand is the `main(argv)` of the module of that name, with _ for -."""
+"""`python -m bench NAME ...`: each subcommand is the `main(argv)` of the module of that name, with _ for -.
+
+Exit status: what the command says; 2 for what the user can put right, in one line; 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+
+from bench.arguments import MissingPackage
 
 COMMANDS = {
     "scheduler": "host time of Engine.step()",
@@ -28,7 +33,18 @@ def main(argv: list[str]) -> int:
         for name, text in COMMANDS.items():
             print(f"  {name:12} {text}")
         return 0 if argv in ([], ["-h"], ["--help"]) else 2
-    return int(importlib.import_module(f"bench.{argv[0].replace('-', '_')}").main(argv[1:]) or 0)
+    try:
+        return int(importlib.import_module(f"bench.{argv[0].replace('-', '_')}").main(argv[1:]) or 0)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except Exception as error:
+        from resin import ResinError  # only now: how long imports take is measured as well
+
+        if not isinstance(error, ResinError | OSError | MissingPackage):
+            raise
+        print(f"bench {argv[0]}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

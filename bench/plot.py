@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import input_file, require
 from bench.results import newest_rows, read_results
 
 Row = dict[str, Any]
@@ -20,8 +21,10 @@ Point = tuple[float, float]
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws a result file's charts beside it."""
     parser = argparse.ArgumentParser(prog="python -m bench plot", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="JSON lines of a sweep")
-    for path in plot_results(parser.parse_args(argv).results):
+    parser.add_argument("results", type=input_file, help="JSON lines of a sweep")
+    args = parser.parse_args(argv)
+    require("matplotlib", "plot")
+    for path in plot_results(args.results):
         print(path)
     return 0
 

@@ -1,5 +1,8 @@
 """`python -m bench replay FILE`: executes a plan recording again and reports the first difference.
 
+`resin serve MODEL --record FILE` writes one, as do `resin generate`, `resin chat` and `Engine(runner, record=FILE)`. It
+is complete when the engine is closed, and readable up to the last whole record before.
+
 Without a runner it lists the requests of the recording, or with `--request ID` everything that happened to one of them.
 With `--model` (or `--runner package.module:factory`, called with the recorded RunnerConfig) every plan runs again, in
 order. `--only ID` runs just the rows of one request and of the requests whose pages it read, in the smallest buckets:
@@ -13,11 +16,11 @@ import importlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.arguments import input_file
 from resin import (
     BatchPlan,
     ForwardOutput,
@@ -274,8 +277,10 @@ def build_runner(args: argparse.Namespace, recording: Recording) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench replay", description=__doc__)
-    parser.add_argument("recording", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recording", type=input_file, help="file of resin serve --record, or of Engine(record=...)")
     parser.add_argument("--model", help="registered name, path or hub id of the model to run the plans on")
     parser.add_argument("--runner", help="package.module:factory instead of a model")
     parser.add_argument("--request", type=int, metavar="ID", help="list what happened to one request")

@@ -22,10 +22,13 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
-        row = json.loads(line)
-        missing = [name for name in REQUIRED if name not in row]
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = {}
+        missing = [name for name in REQUIRED if name not in row] if isinstance(row, dict) else REQUIRED
         if missing:
-            raise InvalidRequest("output", f"{path}:{number}", f"a result row with {', '.join(missing)}")
+            raise InvalidRequest("results", f"{path}:{number}", f"a result row with {', '.join(missing)}")
         rows.append(row)
     return rows
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.cpu_limits import last_level_cache_bytes, product_rate, read_rate, reading_arrays, usable_cores
 from resin import BatchPlan, RowFlag, RunnerConfig
 from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.weights import AbstractModel
@@ -31,8 +32,10 @@ class Ceilings:
     """Measured rates of one device.
 
     Attributes:
-        copy_bytes_per_s: bytes read plus bytes written by a copy of an array several times the last-level cache.
-        matmul_flops_per_s: a square matrix product of random values in the run's dtype, float32 accumulation.
+        copy_bytes_per_s: bytes read plus bytes written by a copy of an array several times the last-level cache; on a
+            CPU the better of a copy in place and of reading with every core.
+        matmul_flops_per_s: a square matrix product of random values in the run's dtype, float32 accumulation; on a CPU
+            in float32 the better of XLA's and NumPy's.
     """
 
     copy_bytes_per_s: float
@@ -44,28 +47,46 @@ class CeilingProbe:
 
     Args:
         dtype: of the matrix product.
-        copy_bytes: size of the copied array; None takes 1 GiB on a GPU, 128 MiB on a CPU.
-        matmul_size: rows of the square matrices; None takes 8192 on a GPU, 1024 on a CPU.
+        copy_bytes: size of the copied array; None takes 1 GiB on a GPU, four times the largest cache on a CPU.
+        matmul_size: rows of the square matrices; None takes 8192 on a GPU, on a CPU 1024 for up to three cores and
+            twice that for each four times as many.
     """
 
     def __init__(self, dtype: str, *, copy_bytes: int | None = None, matmul_size: int | None = None) -> None:
         on_cpu = jax.default_backend() == "cpu"
-        size = matmul_size or (1024 if on_cpu else 8192)
-        words = (copy_bytes or ((128 << 20) if on_cpu else (1 << 30))) // 4
+        cores = usable_cores()
+        size = matmul_size or (1024 << (cores.bit_length() - 1) // 2 if on_cpu else 8192)
+        words = (copy_bytes or (max(128 << 20, 4 * last_level_cache_bytes()) if on_cpu else (1 << 30))) // 4
         keys = jax.random.split(jax.random.key(0), 3)
         self._source = jax.random.bits(keys[0], (words,), jnp.uint32)
         self._left, self._right = (jax.random.normal(key, (size, size), jnp.dtype(dtype)) for key in keys[1:])
-        self._copy = jax.jit(lambda x: x + jnp.uint32(1))
+        # A new array costs a CPU more than the copy itself, page by page: the old one takes the result.
+        self.copy = jax.jit(lambda x: x + jnp.uint32(1), donate_argnums=0 if on_cpu else ())
         self._product = jax.jit(lambda a, b: a @ b)
+        self._host: tuple[list[np.ndarray], np.ndarray] | None = None
+        if on_cpu:
+            self._host = reading_arrays(cores, self._source.nbytes), np.asarray(self._left)
         self._seen: list[Ceilings] = []
 
     def measure(self, target_s: float = 0.05) -> Ceilings:
         """One burst of each, about `target_s` long."""
-        copy_s = paced_burst_s(lambda: self._copy(self._source), target_s)
-        product_s = paced_burst_s(lambda: self._product(self._left, self._right), target_s)
-        seen = Ceilings(2 * self._source.nbytes / copy_s, 2 * self._left.shape[0] ** 3 / product_s)
-        self._seen.append(seen)
-        return seen
+        copied, multiplied = 2 * self._source.nbytes, 2 * self._left.shape[0] ** 3
+        rate = copied / paced_burst_s(self._copy_source, target_s)
+        flops = multiplied / paced_burst_s(lambda: self._product(self._left, self._right), target_s)
+        if self._host is not None:
+            arrays, matrix = self._host
+            rate = max(rate, read_rate(arrays))
+            if matrix.dtype == np.float32:
+                flops = max(flops, product_rate(matrix, matrix))
+        self._seen.append(Ceilings(rate, flops))
+        return self._seen[-1]
+
+    def _copy_source(self) -> jax.Array:
+        """In place, the array that was given away must not be used again."""
+        copy = self.copy(self._source)
+        if self._host is not None:
+            self._source = copy
+        return copy
 
     def median(self) -> Ceilings:
         """Medians of everything measured so far."""

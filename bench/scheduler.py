@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.arguments import positive_int
 from resin import (
     ArenaSpec,
     BatchPlan,
@@ -164,7 +165,7 @@ def measure(steps: int) -> dict[str, Distribution]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench scheduler", description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000, help="timed steps a case (default 2000)")
+    parser.add_argument("--steps", type=positive_int, default=2000, help="timed steps a case (default 2000)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     results = measure(args.steps)

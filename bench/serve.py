@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from bench.arguments import input_file, output_file, positive_float, positive_int
 from bench.traces import BLOCK_TOKENS, TraceRequest, load_trace
+from resin import InvalidRequest
 
 PERCENTILES = (50, 90, 99)
 FIRST_ID = 1000  # lower ids are special tokens in many vocabularies
@@ -192,32 +193,44 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 async def first_model(url: str, api_key: str | None) -> str:
-    """The first name that the server lists."""
+    """The first name that the server lists.
+
+    Raises:
+        InvalidRequest: no server, or one that lists none.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{url}/v1/models") as response:
-        response.raise_for_status()
-        return str((await response.json())["data"][0]["id"])
+    try:
+        async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{url}/v1/models") as response:
+            response.raise_for_status()
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidRequest("url", url, f"a server that lists its models at /v1/models ({error})") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a trace against a server; 1 if a request failed."""
     parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__.splitlines()[0])
     parser.add_argument("url", help="for example http://127.0.0.1:8000")
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake .jsonl[.gz], Azure or Vidur .csv[.gz]")
-    parser.add_argument("--scale", type=float, default=1.0, help="times faster than the trace; inf sends all at once")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="factor on prompt and output lengths")
-    parser.add_argument("--limit", type=int, default=100, help="requests of the trace to send (default 100)")
-    parser.add_argument("--max-concurrency", type=int, default=64, help="requests open at once (default 64)")
-    parser.add_argument("--max-output-tokens", type=int, default=1024)
-    parser.add_argument("--vocab-size", type=int, default=32000, help="prompts use ids below it")
+    parser.add_argument(
+        "--trace", type=input_file, required=True, help="Mooncake .jsonl[.gz], Azure or Vidur .csv[.gz]"
+    )
+    parser.add_argument(
+        "--scale", type=positive_float, default=1.0, help="times faster than the trace; inf sends all at once"
+    )
+    parser.add_argument("--length-scale", type=positive_float, default=1.0, help="factor on prompt and output lengths")
+    parser.add_argument("--limit", type=positive_int, default=100, help="requests of the trace to send (default 100)")
+    parser.add_argument("--max-concurrency", type=positive_int, default=64, help="requests open at once (default 64)")
+    parser.add_argument("--max-output-tokens", type=positive_int, default=1024, help="of one request (default 1024)")
+    parser.add_argument(
+        "--vocab-size", type=positive_int, default=32000, help="prompts use ids below it (default 32000)"
+    )
     parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--api-key")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="longest silence of a stream")
-    parser.add_argument("--output", type=Path, help="JSON report to write")
+    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument(
+        "--timeout-s", type=positive_float, default=300.0, help="longest silence of a stream (default 300)"
+    )
+    parser.add_argument("--output", type=output_file, help="JSON report to write")
     args = parser.parse_args(argv)
-    for name in ("scale", "length_scale", "limit", "max_concurrency", "max_output_tokens", "timeout_s", "vocab_size"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name.replace('_', '-')}: more than 0")
     report = asyncio.run(_run(args))
     print_report(report)
     if args.output is not None:
@@ -227,9 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
     url = args.url.rstrip("/").removesuffix("/v1")
+    trace = load_trace(args.trace)[: args.limit]
     model = args.model or await first_model(url, args.api_key)
     jobs = build_jobs(
-        load_trace(args.trace)[: args.limit],
+        trace,
         scale=args.scale,
         length_scale=args.length_scale,
         max_output_tokens=args.max_output_tokens,

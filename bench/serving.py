@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arguments import output_file, positive_float, positive_int
 from resin import BatchPlan, Engine, ForwardOutput, RunnerConfig, SamplingParams
 from resin.recipes import Message, Parser, Tool
 from resin.recipes.tagged import TaggedParser, Tags
@@ -201,12 +202,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--step-ms", type=float, default=4.0)
-    parser.add_argument("--runs", type=int, default=3, help="of which the median counts; default %(default)s")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--memory-minutes", type=float, help="measure memory for that long instead of speed")
+    parser.add_argument("--streams", type=positive_int, default=256, help="at once; default %(default)s")
+    parser.add_argument("--tokens", type=positive_int, default=1000, help="of each; default %(default)s")
+    parser.add_argument("--step-ms", type=float, default=4.0, help="time of a step; default %(default)s")
+    parser.add_argument("--runs", type=positive_int, default=3, help="of which the median counts; default %(default)s")
+    parser.add_argument("--output", type=output_file, help="JSON report to write")
+    parser.add_argument("--memory-minutes", type=positive_float, help="measure memory for that long instead of speed")
     args = parser.parse_args(argv)
     report: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens}
     if args.memory_minutes is not None:

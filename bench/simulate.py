@@ -11,10 +11,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
+from bench.arguments import input_file, positive_float, positive_int
 from bench.traces import BLOCK_TOKENS, TraceRequest, block_prompt, ideal_hits, load_trace, lru_hits, prompts
 from resin import (
     ArenaSpec,
@@ -209,13 +209,21 @@ def _ratio(part: float, whole: float, digits: int = 4) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench simulate", description=__doc__)
-    parser.add_argument("trace", type=Path, help="trace file: Mooncake .jsonl, Azure or Vidur .csv, gzipped or not")
-    parser.add_argument("--limit", type=int, help="first requests only")
-    parser.add_argument("--speed", type=float, default=1.0, help="divide arrival times by this (default 1)")
-    parser.add_argument("--cache-tokens", type=int, nargs="+", default=[2_000_000], help="pool size in tokens")
-    parser.add_argument("--page-tokens", type=int, default=16, help="tokens a page (default 16)")
-    parser.add_argument("--max-sequences", type=int, default=128, help="slots (default 128)")
-    parser.add_argument("--plan-tokens", type=int, default=8192, help="prefill tokens a plan (default 8192)")
+    parser.add_argument(
+        "trace", type=input_file, help="trace file: Mooncake .jsonl, Azure or Vidur .csv, gzipped or not"
+    )
+    parser.add_argument("--limit", type=positive_int, help="first requests only (default all)")
+    parser.add_argument("--speed", type=positive_float, default=1.0, help="divide arrival times by this (default 1)")
+    parser.add_argument(
+        "--cache-tokens",
+        type=positive_int,
+        nargs="+",
+        default=[2_000_000],
+        help="pool size in tokens (default 2000000)",
+    )
+    parser.add_argument("--page-tokens", type=positive_int, default=16, help="tokens a page (default 16)")
+    parser.add_argument("--max-sequences", type=positive_int, default=128, help="slots (default 128)")
+    parser.add_argument("--plan-tokens", type=positive_int, default=8192, help="prefill tokens a plan (default 8192)")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument(
         "--sequential", action="store_true", help="one request at a time, prompts only, beside plain LRU"

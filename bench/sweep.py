@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from bench.arguments import output_file, positive_float, positive_int, require, sizes
 from bench.cases import Case, resident_plan
 from bench.driven import Driven, drive, slack_tokens
 from bench.kernel_count import count_kernels
@@ -36,7 +37,11 @@ from resin.runtime.program_kind import plan_kind
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench sweep", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench sweep",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="registered name, path, hub id, or package.module:Name")
     model.add_argument("--shape", choices=sorted(SHAPES), help="config of a published model, without its files")
@@ -49,21 +54,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
     model.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
     cases = parser.add_argument_group("cases")
-    cases.add_argument("--context-lengths", type=_sizes, default=(1024,), help="tokens a sequence, comma-separated")
-    cases.add_argument("--batch-sizes", type=_sizes, default=(1, 8, 32, 128), help="sequences, comma-separated")
+    cases.add_argument("--context-lengths", type=sizes, default=(1024,), help="tokens a sequence, comma-separated")
+    cases.add_argument("--batch-sizes", type=sizes, default=(1, 8, 32, 128), help="sequences, comma-separated")
     cases.add_argument("--phases", type=_phases, default=(Phase.DECODE,), help="decode,prefill")
-    cases.add_argument("--max-prefill-tokens", type=int, default=8192, help="larger prefill cases are left out")
-    cases.add_argument("--temperature", type=float, default=1.0)
-    cases.add_argument("--top-k", type=int, default=0)
-    cases.add_argument("--top-p", type=float, default=1.0)
+    cases.add_argument(
+        "--max-prefill-tokens", type=positive_int, default=8192, help="larger prefill cases are left out"
+    )
+    cases.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    cases.add_argument("--top-k", type=int, default=0, help="0 keeps all")
+    cases.add_argument("--top-p", type=float, default=1.0, help="1 keeps all")
     timing = parser.add_argument_group("timing")
-    timing.add_argument("--rounds", type=int, default=7)
-    timing.add_argument("--burst-s", type=float, default=0.2, help="seconds of queued launches a round and case")
+    timing.add_argument("--rounds", type=positive_int, default=7, help="repeats, of which the median counts")
+    timing.add_argument(
+        "--burst-s", type=positive_float, default=0.2, help="seconds of queued launches a round and case"
+    )
     timing.add_argument("--engine", action="store_true", help="also drive decode through the Engine")
     timing.add_argument("--overlap", type=int, default=1, help="plans that the Engine keeps in flight (1)")
-    timing.add_argument("--engine-steps", type=int, default=32, help="engine steps a round")
+    timing.add_argument("--engine-steps", type=positive_int, default=32, help="engine steps a round")
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, help="JSON lines to append to")
+    output.add_argument("--output", type=output_file, help="JSON lines to append to")
     output.add_argument("--trace-dir", type=Path, help="a Perfetto trace of each case")
     output.add_argument("--plot", action="store_true", help="charts beside --output")
     output.add_argument("--commit", help="what the rows call the code; default: the checkout's commit")
@@ -72,14 +81,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("one of --model, --shape and --checkpoint is needed")
     if args.plot and args.output is None:
         parser.error("--plot draws what --output holds")
+    if args.plot:
+        require("matplotlib", "plot")
     return args
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: sizes of at least 1")
-    return sizes
 
 
 def _phases(text: str) -> tuple[Phase, ...]:
@@ -127,7 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"ready after {time.perf_counter() - started:.1f} s; {setup.runner.ledger}", file=sys.stderr)
     rows = run_cases(args, cases, setup, choice)
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         with args.output.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     if args.plot:

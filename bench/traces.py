@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,17 @@ def load_trace(path: Path) -> list[TraceRequest]:
     """Reads a Mooncake (`.jsonl[.gz]`), Azure or Vidur (`.csv[.gz]`) trace.
 
     Raises:
-        InvalidRequest: the file has none of the known columns.
+        InvalidRequest: the file has none of the known columns, or is damaged.
     """
+    try:
+        return _read_trace(path)
+    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest("trace", str(path), f"a Mooncake, Azure or Vidur trace ({error!r})") from error
+
+
+def _read_trace(path: Path) -> list[TraceRequest]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         if ".jsonl" in path.name:

@@ -8,17 +8,17 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 
+from bench.arguments import input_file, output_file
 from bench.check_server import abilities, context, correctness, errors, evaluation, streaming, stress
 from bench.check_server.api import Api
 from bench.check_server.outcome import Figures, Result, Status, run_check
 from bench.check_server.report import line, summary, write_report
 from bench.serve import first_model
-from resin import InvalidRequest, ResinError
+from resin import InvalidRequest
 
 
 class Check(NamedTuple):
@@ -136,7 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m bench check-server", description="Checks any server that speaks OpenAI's API."
     )
     parser.add_argument("url", help="for example http://127.0.0.1:8000")
-    parser.add_argument("--output", type=Path, metavar="REPORT", help="JSON report to write; a .md goes beside it")
+    parser.add_argument(
+        "--output", type=output_file, metavar="REPORT", help="JSON report to write; a .md goes beside it"
+    )
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key")
     parser.add_argument(
@@ -145,11 +147,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tools", action="store_true", help="the model calls tools")
     parser.add_argument("--reasoning", action="store_true", help="the model reasons before it answers")
     parser.add_argument(
-        "--eval-file", type=Path, metavar="FILE", help="multiple-choice questions, one JSON object a line"
+        "--eval-file", type=input_file, metavar="FILE", help="multiple-choice questions, one JSON object a line"
     )
     parser.add_argument("--limit", type=int, default=100, help="questions of the file to ask; default %(default)s")
     parser.add_argument("--min-accuracy", type=float, default=0.0, help="fail below it; default %(default)s")
-    parser.add_argument("--eval-reference", type=Path, metavar="FILE", help="JSON with the log-likelihoods to meet")
+    parser.add_argument(
+        "--eval-reference", type=input_file, metavar="FILE", help="JSON with the log-likelihoods to meet"
+    )
     parser.add_argument("--concurrency", type=int, default=32, help="clients at once; default %(default)s")
     parser.add_argument(
         "--context-sizes",
@@ -163,13 +167,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the checks; 1 if one failed, 2 if there was nothing to check."""
+    """Runs the checks; 1 if one failed."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if min(args.limit, args.concurrency, args.timeout_s, *args.context_sizes) <= 0:
         parser.error("--limit, --concurrency, --timeout-s and --context-sizes: more than 0")
-    try:
-        return asyncio.run(_run(args))
-    except (ResinError, aiohttp.ClientError, OSError) as error:
-        print(f"check-server: {error}", file=sys.stderr)
-        return 2
+    return asyncio.run(_run(args))

@@ -34,6 +34,10 @@ class MemoryLedger:
 
     def check(self) -> None:
         """Raises InvalidRequest with the numbers if the sum exceeds the limit."""
+        if self.total - self.arena > self.limit:
+            raise InvalidRequest(
+                "model", f"{self.weights / 1e6:,.1f} MB", f"one that fits the device's memory ({self})"
+            )
         if self.total > self.limit:
             raise InvalidRequest("cache_bytes", self.arena, f"a sum within the device's memory ({self})")
 

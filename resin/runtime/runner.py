@@ -152,7 +152,8 @@ class ModelRunner:
         """Fixes the arena's size; memory is taken at warm-up, once the ledger holds.
 
         Raises:
-            InvalidRequest: bound before, a page size or dtype that is not the config's, or no usable page.
+            InvalidRequest: bound before, a page size or dtype that is not the config's, no usable page, or more than
+                the device has room for beside the weights, even without temporaries.
         """
         if self._arena_spec is not None:
             raise InvalidRequest("arena", arena, "one bind in the life of a runner")
@@ -164,6 +165,7 @@ class ModelRunner:
         if self.config.groups and arena.num_pages > self._most_pages:
             row = self._narrowest_vector_bytes
             raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {row} bytes")
+        self._account(arena.total_bytes).check()
         self._arena_spec = arena
 
     def compile(self, progress: Progress | None = None) -> None:

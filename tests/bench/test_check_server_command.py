@@ -51,9 +51,10 @@ def test_exit_status_says_failures_and_mistakes(
     assert main([server.url, *options, "--min-accuracy", "1"]) == 0
     assert main([server.url, *options, "--min-accuracy", "1.1"]) == 1
     assert "FAIL" in capsys.readouterr().out
-    assert main([server.url, "--only", "speed"]) == 2
-    assert "only='speed'" in capsys.readouterr().err
-    assert main(["http://127.0.0.1:9", "--only", "correctness"]) == 2
+    with pytest.raises(InvalidRequest, match="only='speed'"):
+        main([server.url, "--only", "speed"])
+    with pytest.raises(InvalidRequest, match=r"url='http://127\.0\.0\.1:9': expected a server that lists its models"):
+        main(["http://127.0.0.1:9", "--only", "correctness"])
 
 
 def test_log_likelihoods_are_held_against_a_reference(server: HttpServer, eval_file: Path, tmp_path: Path) -> None:

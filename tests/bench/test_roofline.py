@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import roofline
 from bench.cases import Case, resident_plan
+from bench.cpu_limits import last_level_cache_bytes, product_rate, read_rate, reading_arrays, usable_cores
 from bench.model_setup import BalancedModel
 from bench.roofline import CeilingProbe, Ceilings, Work, WorkCounter
 from bench.shapes import SHAPES, shape_checkpoint
@@ -100,6 +103,27 @@ def test_ceilings_are_positive_and_their_medians_lie_between() -> None:
     copies = sorted(ceilings.copy_bytes_per_s for ceilings in seen)
     assert copies[0] > 0
     assert probe.median().copy_bytes_per_s == copies[1]
+
+
+def test_a_cpu_copies_in_place_and_takes_the_best_that_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A copy to new memory measures how fast pages are handed out, a few times slower than memory itself.
+    probe = CeilingProbe("float32", copy_bytes=1 << 20, matmul_size=64)
+    compiled = probe.copy.lower(jax.ShapeDtypeStruct((1 << 18,), jnp.uint32)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 1 << 20
+    monkeypatch.setattr(roofline, "read_rate", lambda arrays: 1e15)
+    monkeypatch.setattr(roofline, "product_rate", lambda left, right: 1e18)
+    assert probe.measure(0.001) == Ceilings(1e15, 1e18)
+    monkeypatch.setattr(roofline, "read_rate", lambda arrays: 1.0)
+    monkeypatch.setattr(roofline, "product_rate", lambda left, right: 1.0)
+    seen = probe.measure(0.001)
+    assert 1.0 < seen.copy_bytes_per_s < 1e15 and 1.0 < seen.matmul_flops_per_s < 1e18
+
+
+def test_arrays_are_larger_than_every_cache_and_read_whole() -> None:
+    arrays = reading_arrays(3, 3 << 20)
+    assert sum(array.nbytes for array in arrays) == pytest.approx(3 << 20, rel=1e-4)
+    assert read_rate(arrays) > 0 and product_rate(np.ones((8, 8)), np.ones((8, 8))) > 0
+    assert last_level_cache_bytes() >= 1 << 16 and usable_cores() >= 1
 
 
 @pytest.mark.parametrize("name", SHAPES)

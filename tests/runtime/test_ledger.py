@@ -50,6 +50,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded_or_allocated(
     assert checkpoint.reads == 0
 
 
+def test_an_arena_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runner = counting_runner()
+    arena = ArenaSpec(64, runner.config.geometry.page_bytes, runner.config.arena_dtype)
+    held = runner._account(0).total
+    for limit, field in ((held - 1, "model='0.* MB'"), (held + arena.total_bytes - 1, "cache_bytes=")):
+        monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device, limit=limit: limit)
+        with pytest.raises(InvalidRequest, match=field):
+            runner.bind(arena)
+    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: held + arena.total_bytes)
+    runner.bind(arena)
+
+
 def test_weights_that_leave_no_room_for_a_page_are_refused_when_the_arena_is_sized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
