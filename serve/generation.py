@@ -12,6 +12,7 @@ from resin.events import TokensEvent
 from resin.recipes import Delta, Parser, ReasoningDelta, TextDelta, Tokenizer, ToolCallDelta
 from resin.recipes.characters import CharacterStream
 from serve.stop_strings import StopMatcher
+from serve.text_rows import ScoredText, TextRows, TokenLogprob
 
 
 class Ending(enum.StrEnum):
@@ -26,23 +27,24 @@ class Ending(enum.StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One generated token; `top` holds (id, logprob) of the most likely ones, best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 @dataclass(slots=True)
 class Update:
-    """What is new in a choice: neighbouring deltas of a kind are merged."""
+    """What is new in a choice: neighbouring deltas of a kind are merged, and `logprobs` has a row for every token."""
 
     deltas: list[Delta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     ending: Ending | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of all deltas that are text."""
+        return "".join(delta.text for delta in self.deltas if isinstance(delta, TextDelta))
+
+    @property
+    def text_logprobs(self) -> list[TokenLogprob]:
+        """The rows of the tokens that this text begins in."""
+        return [row for delta in self.deltas if isinstance(delta, ScoredText) for row in delta.logprobs]
 
     def add(self, delta: Delta) -> None:
         self.add_all((delta,))
@@ -69,8 +71,13 @@ class Update:
             text = "".join([delta.text for delta in same])  # type: ignore[union-attr]  # all of one kind
             if isinstance(same[0], ReasoningDelta):
                 self.deltas.append(ReasoningDelta(text))
+                continue
+            is_incomplete = any(delta.is_incomplete for delta in same)  # type: ignore[union-attr]
+            if isinstance(same[0], ScoredText):
+                rows = tuple(row for delta in same for row in delta.logprobs)  # type: ignore[union-attr]
+                self.deltas.append(ScoredText(text, is_incomplete, rows))
             else:
-                self.deltas.append(TextDelta(text, any(delta.is_incomplete for delta in same)))  # type: ignore[union-attr]
+                self.deltas.append(TextDelta(text, is_incomplete))
 
 
 class PlainParser:
@@ -100,14 +107,25 @@ class Generation:
         parser: Parser,
         *,
         stops: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
         wants_logprobs: bool = False,
+        text_rows: TextRows | None = None,
+        is_empty: bool = False,
     ) -> None:
+        """A choice that nothing has come of yet.
+
+        Args:
+            parser: makes deltas of tokens.
+            stops: strings that end it.
+            wants_logprobs: keep a row for every token.
+            text_rows: if given, text comes as ScoredText; rows are kept then, too.
+            is_empty: the client asked for no token at all; the one that the engine generates is dropped.
+        """
         self._parser = parser
         self._matcher = StopMatcher(stops)
         self._has_stops = bool(stops)
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._wants_logprobs = wants_logprobs
+        self._text_rows = text_rows
+        self._wants_logprobs = wants_logprobs or text_rows is not None
+        self._is_empty = is_empty
         self.on_stop: Callable[[], None] = lambda: None  # called when a stop string ends it before the engine does
         self._pending: list[int] = []
         self._pending_logprobs: list[TokenLogprob] = []
@@ -131,7 +149,7 @@ class Generation:
 
     def add_tokens(self, token_ids: list[int], event: TokensEvent, begin: int) -> None:
         """New tokens, whose logprobs are the event's rows from `begin` on."""
-        if self.ending is not None:
+        if self.ending is not None or self._is_empty:
             return
         self._pending += token_ids
         if self._wants_logprobs and event.logprobs is not None:
@@ -147,12 +165,11 @@ class Generation:
         if self.ending is not None:
             return update
         token_ids, self._pending = self._pending, []
-        used = self._read(token_ids, update)
+        rows, self._pending_logprobs = self._pending_logprobs, []
+        used = self._read(token_ids, rows, update)
         self.completion_tokens += used
         update.token_ids = token_ids[:used]
-        if self._wants_logprobs:
-            logprobs, self._pending_logprobs = self._pending_logprobs, []
-            update.logprobs = [entry for entry in logprobs[:used] if entry.token_id not in self._stop_token_ids]
+        update.logprobs = rows[:used]
         if self._matcher.matched is not None:
             self._end(update, Ending.STOP_STRING)
             if self._reason is None:
@@ -160,14 +177,13 @@ class Generation:
         elif self._reason is not None:
             for delta in self._parser.finish():
                 self._deliver(delta, update)
-            if self._matcher.matched is None and (held := self._matcher.flush()):
-                update.add(TextDelta(held))
+            self._release_held(update)
             self._end(update, self._ending_of(self._reason))
         return update
 
-    def _read(self, token_ids: list[int], update: Update) -> int:
+    def _read(self, token_ids: list[int], rows: list[TokenLogprob], update: Update) -> int:
         """Parses tokens and says how many were the client's."""
-        if not self._has_stops:
+        if not self._has_stops and self._text_rows is None:
             deltas = self._parser.push(token_ids)
             for delta in deltas:
                 if type(delta) is not TextDelta:
@@ -176,6 +192,8 @@ class Generation:
             update.add_all(deltas)
             return len(token_ids)
         for index, token_id in enumerate(token_ids):
+            if self._text_rows is not None:
+                self._text_rows.add_token(rows[index])
             for delta in self._parser.push((token_id,)):
                 self.reasoning_tokens += type(delta) is ReasoningDelta
                 self._deliver(delta, update)
@@ -184,17 +202,32 @@ class Generation:
         return len(token_ids)
 
     def _deliver(self, delta: Delta, update: Update) -> None:
-        if isinstance(delta, TextDelta) and self._has_stops:
+        if self._text_rows is not None:
+            if isinstance(delta, TextDelta):
+                self._text_rows.add_text(delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                self._text_rows.add_reasoning(delta.text)
+            else:
+                self._text_rows.add_call()
+        if isinstance(delta, TextDelta):
             if shown := self._matcher.push(delta.text):
-                update.add(TextDelta(shown, delta.is_incomplete))
-            return
-        if self._has_stops and self._matcher.matched is not None:
-            return
-        if isinstance(delta, ToolCallDelta):
-            self.tool_calls += 1
-            if self._has_stops and (held := self._matcher.flush()):
-                update.add(TextDelta(held))
-        update.add(delta)
+                self._show(shown, update, is_incomplete=delta.is_incomplete)
+        elif self._matcher.matched is None:
+            if isinstance(delta, ToolCallDelta):
+                self.tool_calls += 1
+                self._release_held(update)
+            update.add(delta)
+
+    def _release_held(self, update: Update) -> None:
+        """Shows what was held back in case it became a stop string."""
+        if self._matcher.matched is None and (held := self._matcher.flush()):
+            self._show(held, update)
+
+    def _show(self, text: str, update: Update, *, is_incomplete: bool = False) -> None:
+        if self._text_rows is None:
+            update.add(TextDelta(text, is_incomplete))
+        else:
+            update.add(ScoredText(text, is_incomplete, self._text_rows.show(text)))
 
     def _end(self, update: Update, ending: Ending) -> None:
         self.ending = update.ending = ending
@@ -202,6 +235,8 @@ class Generation:
     def _ending_of(self, reason: FinishReason) -> Ending:
         if self._matcher.matched is not None:
             return Ending.STOP_STRING
+        if self._is_empty and reason is FinishReason.STOP:
+            return Ending.LENGTH
         if reason is FinishReason.STOP and self.tool_calls:
             return Ending.TOOL_CALLS
         return Ending(reason.value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from resin.recipes import Tokenizer
-from serve.generation import TokenLogprob
+from serve.text_rows import TokenLogprob, token_bytes
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity."""
@@ -39,7 +39,7 @@ def completion_logprobs(
     offset = first_offset
     for token_id in token_ids:
         offsets.append(offset)
-        offset += len(characters.decode(_bytes_of(token_id, tokenizer)))
+        offset += len(characters.decode(token_bytes(tokenizer, token_id)))
     return {
         "tokens": tokens,
         "token_logprobs": [None if value is None else max(value, LOWEST_LOGPROB) for value in logprobs],
@@ -55,7 +55,7 @@ def completion_logprobs(
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:
     """A token as text; one that is not whole characters by its bytes (`bytes:\\xe2\\x82`), as OpenAI writes it."""
-    data = _bytes_of(token_id, tokenizer)
+    data = token_bytes(tokenizer, token_id)
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -63,12 +63,5 @@ def token_text(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    data = _bytes_of(token_id, tokenizer)
+    data = token_bytes(tokenizer, token_id)
     return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
-
-
-def _bytes_of(token_id: int, tokenizer: Tokenizer) -> bytes:
-    try:
-        return tokenizer.id_to_bytes(token_id)
-    except KeyError:  # a padded row of the head that stands for nothing
-        return b""

@@ -11,8 +11,9 @@ from typing import Any
 from resin.recipes import Goal, Message, Role, Tool
 from serve.errors import invalid
 from serve.generation import Generation
-from serve.schemas.sampling import SamplingFields, build_params
+from serve.schemas.sampling import SamplingFields, build_params, seed_of_choice
 from serve.service import Plan, Service
+from serve.text_rows import TextRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,14 @@ class ToolUse:
         required: at least one call.
         only: the name of the one tool that has to be called.
         is_parallel: several calls in one answer are fine.
-        strict: arguments must fit their schemas even where calling is free.
+        strict: names of the tools whose arguments must fit their schemas even where calling is free.
     """
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
     only: str | None = None
     is_parallel: bool = True
-    strict: bool = False
+    strict: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Ask:
     Attributes:
         messages: the turns.
         sampling: temperature and the like, n, seed.
-        max_tokens: longest answer; None for what fits.
+        max_tokens: longest answer; None for what fits, 0 for none at all.
         names: fields of SamplingParams -> what the API calls them; "max_output_tokens" must be among them.
         use: tools.
         schema: JSON Schema that the answer must fit, and `schema_param`, the field that asked for it.
@@ -70,10 +71,12 @@ async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
     Raises:
         ApiError: 400 naming the field at fault.
     """
-    prompt_ids = await _render(service, ask)
+    prompt_ids = await render_prompt(service, ask)
     recipe = service.recipe
     assert recipe is not None
-    limit = service.output_tokens(ask.max_tokens or None, len(prompt_ids), ask.names["max_output_tokens"])
+    # Without any token to generate, the prompt is still read, which takes one step.
+    asked = None if ask.max_tokens is None else max(1, ask.max_tokens)
+    limit = service.output_tokens(asked, len(prompt_ids), ask.names["max_output_tokens"])
     count = service.choices(ask.sampling.n)
     goal, param = goal_of(ask)
     masks = await service.masks(goal, prompt_ids, count, param)
@@ -88,21 +91,24 @@ async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
     return [
         Plan(
             prompt_ids,
-            dataclasses.replace(
-                params, seed=None if params.seed is None else params.seed + index, allowed_tokens=masks[index]
-            ),
+            dataclasses.replace(params, seed=seed_of_choice(params.seed, index), allowed_tokens=masks[index]),
             Generation(
                 recipe.create_parser(prompt_ids, tools=ask.use.tools),
                 stops=ask.stops,
-                stop_token_ids=params.stop_token_ids,
-                wants_logprobs=ask.logprobs is not None,
+                text_rows=None if ask.logprobs is None else TextRows(service.tokenizer),
+                is_empty=ask.max_tokens == 0,
             ),
         )
         for index in range(count)
     ]
 
 
-async def _render(service: Service, ask: Ask) -> list[int]:
+async def render_prompt(service: Service, ask: Ask) -> list[int]:
+    """The prompt of a conversation, the beginning of the answer included.
+
+    Raises:
+        ApiError: 400 if the model's format cannot say it, 501 if the server has no recipe.
+    """
     options = {"current_date": date.today().isoformat(), **ask.options}
     continued = ask.messages[-1] if ask.continues_last and ask.messages else None
     if continued is None or continued.role is not Role.ASSISTANT:
@@ -119,6 +125,7 @@ def goal_of(ask: Ask) -> tuple[Goal | None, str]:
         ApiError: a tool choice without such a tool.
     """
     use = ask.use
+    offered = tuple(tool if tool.name in use.strict else Tool(tool.name) for tool in use.tools)
     if use.only is not None:
         chosen = tuple(tool for tool in use.tools if tool.name == use.only)
         if not chosen:
@@ -129,9 +136,9 @@ def goal_of(ask: Ask) -> tuple[Goal | None, str]:
             raise invalid("tool_choice", "tool_choice: a call cannot be required without tools")
         return Goal(tools=use.tools, is_parallel=use.is_parallel), "tools"
     if ask.schema is not None:
-        return Goal(schema=ask.schema, tools=use.tools, is_parallel=use.is_parallel), ask.schema_param
+        return Goal(schema=ask.schema, tools=offered, is_parallel=use.is_parallel), ask.schema_param
     if use.tools and (use.strict or not use.is_parallel):
-        return Goal(tools=use.tools, is_parallel=use.is_parallel, allows_text=True), "tools"
+        return Goal(tools=offered, is_parallel=use.is_parallel, allows_text=True), "tools"
     return None, ""
 
 

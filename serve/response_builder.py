@@ -11,6 +11,7 @@ from resin.recipes import Block, Delta, Message, Reasoning, ReasoningDelta, Role
 from serve.errors import ApiError
 from serve.generation import Ending, Update
 from serve.logprobs import chat_logprobs
+from serve.text_rows import ScoredText
 
 Event = dict[str, Any]
 
@@ -18,39 +19,35 @@ Event = dict[str, Any]
 class ResponseBuilder:
     """Grows `response`; each method returns the events that say what changed, numbered without a gap."""
 
-    def __init__(self, response: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-        """`tokenizer` is needed for logprobs and None without them."""
+    def __init__(self, response: dict[str, Any], tokenizer: Tokenizer) -> None:
+        """`tokenizer` spells the tokens of logprobs."""
         self.response = response
         self._tokenizer = tokenizer
         self._sequence = 0
         self._item: dict[str, Any] | None = None  # the reasoning or message item that is open
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come out yet
 
     def add(self, update: Update) -> list[Event]:
         """What an update adds; two events open the stream before the first."""
         opening = () if self._sequence else ("created", "in_progress")
         events = [self._event(f"response.{name}", response=self._snapshot()) for name in opening]
-        if self._tokenizer is not None:
-            self._logprobs += chat_logprobs(update.logprobs, self._tokenizer)["content"]
         for delta in update.deltas:
             events += self._add_delta(delta)
         return events
 
     def finish(self, ending: Ending, usage: dict[str, Any]) -> list[Event]:
         """Closes what is open and the response with it."""
-        events = list(self._close_item())
+        status = "incomplete" if ending is Ending.LENGTH else "completed"
+        events = list(self._close_item(status))
         self.response["usage"] = usage
+        self.response["status"] = status
         if ending is Ending.LENGTH:
-            self.response["status"] = "incomplete"
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-            if self.response["output"]:
-                self.response["output"][-1]["status"] = "incomplete"
-            return [*events, self._event("response.incomplete", response=self._snapshot())]
-        self.response["status"] = "completed"
-        return [*events, self._event("response.completed", response=self._snapshot())]
+        return [*events, self._event(f"response.{status}", response=self._snapshot())]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """Ends the stream because of an error."""
+        """Ends the stream because of an error; an item that is open stays in part."""
+        if self._item is not None:
+            self._item["status"] = "incomplete"
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": error.message}
         return [self._event("response.failed", response=self._snapshot())]
@@ -72,13 +69,13 @@ class ResponseBuilder:
             yield from self._open_item("message")
             part = self._part()
             part["text"] += delta.text
-            logprobs, self._logprobs = self._logprobs, []
+            rows = delta.logprobs if isinstance(delta, ScoredText) else ()
+            logprobs = chat_logprobs(rows, self._tokenizer)["content"]
             part["logprobs"] += logprobs
             yield self._on_item("response.output_text.delta", delta=delta.text, logprobs=logprobs, content_index=0)
         elif isinstance(delta, ReasoningDelta):
             yield from self._open_item("reasoning")
             self._part()["text"] += delta.text
-            self._logprobs.clear()  # only those of the answer are reported
             yield self._on_item("response.reasoning_text.delta", delta=delta.text, content_index=0)
         else:
             yield from self._close_item()
@@ -116,20 +113,18 @@ class ResponseBuilder:
         item["content"] = [part]
         yield self._on_item("response.content_part.added", content_index=0, part=copy.deepcopy(part))
 
-    def _close_item(self) -> Iterator[Event]:
+    def _close_item(self, status: str = "completed") -> Iterator[Event]:
         if self._item is None:
             return
         part = self._part()
         if self._item["type"] == "message":
-            part["logprobs"] += self._logprobs
-            self._logprobs = []
             yield self._on_item(
                 "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
             )
         else:
             yield self._on_item("response.reasoning_text.done", content_index=0, text=part["text"])
         yield self._on_item("response.content_part.done", content_index=0, part=copy.deepcopy(part))
-        yield from self._end()
+        yield from self._end(status)
 
     def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
         self._item = item
@@ -138,9 +133,9 @@ class ResponseBuilder:
             "response.output_item.added", output_index=len(self.response["output"]) - 1, item=copy.deepcopy(item)
         )
 
-    def _end(self) -> Iterator[Event]:
+    def _end(self, status: str = "completed") -> Iterator[Event]:
         assert self._item is not None
-        self._item["status"] = "completed"
+        self._item["status"] = status
         item, self._item = self._item, None
         yield self._event(
             "response.output_item.done", output_index=len(self.response["output"]) - 1, item=copy.deepcopy(item)

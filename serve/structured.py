@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from resin.recipes import Goal, GrammarRecipe, Recipe, Tokenizer
 from serve.errors import ApiError, invalid
 
 MAX_SCHEMA_CHARACTERS = 1 << 18
+_CONTROLS = re.compile(r"^controls: (.*)$", re.MULTILINE)
 
 
 class GrammarFailed(Exception):
@@ -50,13 +53,16 @@ class GrammarMask:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Building it reads the whole vocabulary; do it once."""
+    """Compiles grammars for one tokenizer. The first grammar takes longest: the whole vocabulary is read for it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the model's: it may have rows that the tokenizer knows nothing about."""
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, stop_token_ids[0]))
-        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(stop_token_ids))
+        self._stop_token_ids = list(stop_token_ids)
+        self._lock = threading.Lock()
+        self._controls = frozenset(tokenizer.special_ids)
+        self._vocabulary: llguidance.LLTokenizer | None = None
 
     def compile(self, grammar: str, count: int, param: str) -> list[GrammarMask]:
         """One mask for each of `count` choices.
@@ -64,35 +70,48 @@ class GrammarCompiler:
         Raises:
             ApiError: 400 naming `param` if the grammar (in effect, its JSON Schema) is not supported.
         """
-        matcher = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+        vocabulary = self._vocabulary_for(grammar)
+        matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             reason = matcher.get_error().strip().splitlines()[0]
             raise invalid(param, f"{param}: this schema is not supported: {reason}")
         return [GrammarMask(matcher.deep_copy(), self._vocab_size) for _ in range(count)]
 
+    def _vocabulary_for(self, grammar: str) -> llguidance.LLTokenizer:
+        """The vocabulary in which no control token of the grammar is text; read again when a format brings new ones."""
+        found = _CONTROLS.search(grammar)
+        controls = {int(token_id) for token_id in re.findall(r"\d+", found[1])} if found else set()
+        with self._lock:
+            if self._vocabulary is None or not controls <= self._controls:
+                self._controls |= controls
+                source = _Vocabulary(self._tokenizer, self._vocab_size, self._stop_token_ids[0], self._controls)
+                self._vocabulary = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(source), n_vocab=self._vocab_size, eos_token=self._stop_token_ids
+                )
+            return self._vocabulary
+
 
 class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int, controls: frozenset[int]) -> None:
         self.eos_token_id = eos_id
         self.bos_token_id = tokenizer.bos_id
-        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
-        specials = tokenizer.special_ids
-        self.tokens = [_token_bytes(tokenizer, token_id, specials) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(token_id for token_id in controls if token_id < vocab_size)
+        self.tokens = [_token_bytes(tokenizer, token_id, controls) for token_id in range(vocab_size)]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._tokenizer.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
 
 
-def _token_bytes(tokenizer: Tokenizer, token_id: int, specials: frozenset[int]) -> bytes:
+def _token_bytes(tokenizer: Tokenizer, token_id: int, controls: frozenset[int]) -> bytes:
     try:
         data = tokenizer.id_to_bytes(token_id)
     except KeyError:
         return b""
     # The library's mark for tokens that are no text.
-    return b"\xff" + data if token_id in specials else data
+    return b"\xff" + data if token_id in controls else data
 
 
 def write_grammar(recipe: Recipe | None, goal: Goal, prompt_ids: Sequence[int], param: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-MAX_NESTING = 64
-"""Deepest list or dict in a Python-style call."""
+MAX_NESTING = 128
+"""Deepest object or list in what a client or a model says. Templates that walk it take several frames a level."""
 
 T = TypeVar("T")
 
@@ -67,6 +67,17 @@ def read_python_calls(text: str) -> list[Call] | None:
         return None
 
 
+def is_nested_deeper(value: object, limit: int) -> bool:
+    """True if objects and lists stand in one another more than `limit` deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        inner = (child for item in level for child in (item.values() if isinstance(item, dict) else item))
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
 def arguments_json(arguments: object) -> str | None:
     """JSON text of an arguments object, or of a string that holds one; None for anything else."""
     if isinstance(arguments, str):
@@ -74,7 +85,7 @@ def arguments_json(arguments: object) -> str | None:
             arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or is_nested_deeper(arguments, MAX_NESTING):
         return None
     try:
         return dump_json(arguments)
@@ -88,7 +99,7 @@ def parsed_arguments(arguments: str) -> Any:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and not is_nested_deeper(value, MAX_NESTING) else arguments
 
 
 def dump_json(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from resin.recipes.calls import CallIds, dump_json, parsed_arguments, read_json_calls
 from resin.recipes.characters import CharacterStream
 from resin.recipes.deltas import Delta, TextDelta, ToolCallDelta
-from resin.recipes.grammar import Goal, answer_rules, json_call_rules
+from resin.recipes.grammar import Goal, answer_rules, json_call_rules, plain_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import Script, atomic_id, require_tokens, stop_ids
@@ -19,6 +19,8 @@ _TOOLS_HEAD = (
     'answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of argument '
     "name and its value}. Do not use variables.\n\n"
 )
+_TEXT = r"/[\s\x1c-\x1f]*([^\s\x1c-\x1f{](?s:.*))?/"
+"""An answer that does not begin like a call, what Python calls white space aside."""
 
 
 class Llama3Recipe:
@@ -68,10 +70,14 @@ class Llama3Recipe:
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
-        rules = answer_rules(goal)
-        if goal.tools:
-            more = ' ("; " call_body)*' if goal.is_parallel else ""
-            rules += [f"calls: call_body{more}", *json_call_rules(goal.tools, "parameters")]
+        if not goal.tools:
+            return plain_grammar("llama3", goal)
+        tag_id = atomic_id(self._tokenizer, "<|python_tag|>")
+        tag = "" if tag_id is None else f"<[{tag_id}]>"
+        more = ' ("; " call_body)*' if goal.is_parallel else ""
+        rules = [f"bodies: call_body{more}", f"calls: {tag}? bodies" if tag else "calls: bodies"]
+        rules += json_call_rules(goal.tools, "parameters")
+        rules += answer_rules(goal, text=_TEXT, text_before_calls=f"text {tag} bodies" if tag else "")
         return "\n".join(["start: answer", *rules]) + "\n"
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:

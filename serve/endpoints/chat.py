@@ -11,7 +11,7 @@ from aiohttp import web
 
 from resin.recipes import Delta, ReasoningDelta, TextDelta, Tokenizer, ToolCallDelta
 from serve.errors import ApiError, invalid, openai_body
-from serve.generation import Ending, TokenLogprob, Update
+from serve.generation import Ending, Update
 from serve.logprobs import chat_logprobs
 from serve.planning import Ask, ToolUse, plan_answer, reasoning_options
 from serve.replies import json_response, read_body, usage_of
@@ -19,6 +19,7 @@ from serve.schemas.chat import ChatRequest, ToolChoice, to_messages, to_tools
 from serve.service import Service, service_of
 from serve.session import Choice, Session
 from serve.sse import EventStream, EventTemplate, encode_events
+from serve.text_rows import ScoredText, TokenLogprob
 
 FINISH_REASONS = {
     Ending.STOP: "stop",
@@ -45,8 +46,10 @@ def ask_of(body: ChatRequest) -> Ask:
     """The request in no API's own words.
 
     Raises:
-        ApiError: content that is not text, or a response format without its schema.
+        ApiError: content that is not text, alternatives without logprobs, or a response format without its schema.
     """
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", f"top_logprobs={body.top_logprobs}: needs logprobs: true")
     has_new_name = body.max_completion_tokens is not None
     tools = [] if body.tool_choice == "none" else to_tools(body.tools)
     return Ask(
@@ -59,7 +62,7 @@ def ask_of(body: ChatRequest) -> Ask:
             required=body.tool_choice == "required",
             only=body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None,
             is_parallel=body.parallel_tool_calls is not False,
-            strict=any(tool.function.strict for tool in body.tools or []),
+            strict=frozenset(tool.function.name for tool in body.tools or [] if tool.function.strict),
         ),
         schema=_schema_of(body),
         options=reasoning_options(body.reasoning_effort, body.chat_template_kwargs),
@@ -106,9 +109,9 @@ class _Reply:
         """An update as the bytes of its events."""
         index = choice.index
         is_first = index not in self._started
-        if len(update.deltas) == 1 and not (is_first or usage or update.ending or update.logprobs):
+        if len(update.deltas) == 1 and not (is_first or usage or update.ending):
             (delta,) = update.deltas
-            if not isinstance(delta, ToolCallDelta):
+            if not isinstance(delta, ToolCallDelta | ScoredText):
                 template = self._templates.get((index, type(delta))) or self._add_template(index, type(delta))
                 return template.fill(delta.text)
         self._started.add(index)
@@ -126,14 +129,11 @@ class _Reply:
         self, index: int, update: Update, usage: dict[str, Any] | None, *, is_first: bool
     ) -> list[dict[str, Any]]:
         """An update as chunks: one a delta, and one for the ending."""
-        deltas = [_delta_fields(delta) for delta in update.deltas]
-        if is_first:
-            deltas.insert(0, {"role": "assistant", "content": ""})
-        elif update.logprobs and not deltas:
-            deltas.append({"content": ""})
-        choices = [_choice_fields(index, fields) for fields in deltas]
-        if choices and update.logprobs:
-            choices[-1]["logprobs"] = self.logprobs(update.logprobs)
+        choices = [_choice_fields(index, {"role": "assistant", "content": ""})] if is_first else []
+        for delta in update.deltas:
+            choices.append(_choice_fields(index, _delta_fields(delta)))
+            if isinstance(delta, ScoredText):
+                choices[-1]["logprobs"] = self.logprobs(delta.logprobs)
         if update.ending is not None:
             finish = FINISH_REASONS[update.ending]
             choices.append(_choice_fields(index, {}) | {"finish_reason": finish})
@@ -148,7 +148,7 @@ class _Reply:
                 {
                     "index": index,
                     "message": message_of(update.deltas),
-                    "logprobs": self.logprobs(update.logprobs),
+                    "logprobs": self.logprobs(update.text_logprobs),
                     "finish_reason": FINISH_REASONS[update.ending],
                 }
             )

@@ -11,14 +11,15 @@ from aiohttp import web
 
 from serve.endpoints.chat import FINISH_REASONS
 from serve.errors import ApiError, invalid, openai_body
-from serve.generation import Generation, PlainParser, TokenLogprob, Update
+from serve.generation import Generation, PlainParser, Update
 from serve.logprobs import completion_logprobs
 from serve.replies import json_response, read_body, usage_of
 from serve.schemas.completions import CompletionRequest
-from serve.schemas.sampling import build_params
+from serve.schemas.sampling import build_params, seed_of_choice
 from serve.service import Plan, Service, service_of
 from serve.session import Choice, Session
 from serve.sse import EventStream, encode_events
+from serve.text_rows import TextRows, TokenLogprob
 
 MAX_PROMPTS = 256
 
@@ -28,8 +29,6 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, CompletionRequest)
     service.check_model(body.model)
-    if body.suffix:
-        raise invalid("suffix", "suffix: not supported")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", f"best_of={body.best_of}: expected the same as n")
     plans = await _plan_choices(service, body)
@@ -62,12 +61,12 @@ async def _plan_choices(service: Service, body: CompletionRequest) -> list[Plan]
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         for index in range(count):
-            seeded = params if params.seed is None else dataclasses.replace(params, seed=params.seed + index)
+            seeded = dataclasses.replace(params, seed=seed_of_choice(params.seed, index))
             generation = Generation(
                 PlainParser(service.tokenizer),
                 stops=body.stop_strings(),
-                stop_token_ids=params.stop_token_ids,
-                wants_logprobs=body.logprobs is not None,
+                text_rows=None if body.logprobs is None else TextRows(service.tokenizer),
+                is_empty=body.max_tokens == 0,
             )
             plans.append(Plan(prompt_ids, seeded, generation))
     return plans
@@ -81,7 +80,6 @@ class _Reply:
         self.tokenizer = service.tokenizer
         self.echoes = bool(body.echo)
         self.wants_logprobs = body.logprobs is not None
-        self.discards_output = body.max_tokens == 0
         self.prompts = len(body.prompts())
         self.includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._offsets: dict[int, int] = {}
@@ -97,18 +95,16 @@ class _Reply:
 
     def choice(self, choice: Choice, update: Update, *, is_first: bool) -> dict[str, Any]:
         """One choice's part of an answer or of a streamed chunk."""
-        text = "" if self.discards_output else "".join(delta.text for delta in update.deltas)  # type: ignore[union-attr]
-        entries = [] if self.discards_output else update.logprobs
+        text = update.text
         echoed = self.echoes and is_first
         prompt = self.tokenizer.decode(_prompt_ids(choice)) if echoed else ""
         start = self._offsets.get(choice.index, 0)
         self._offsets[choice.index] = start + len(prompt) + len(text)
-        finish = None if update.ending is None else FINISH_REASONS[update.ending]
         return {
             "index": choice.index,
             "text": prompt + text,
-            "logprobs": self._logprobs(choice, entries, echoed, start) if self.wants_logprobs else None,
-            "finish_reason": "length" if self.discards_output and finish else finish,
+            "logprobs": self._logprobs(choice, update.text_logprobs, echoed, start) if self.wants_logprobs else None,
+            "finish_reason": None if update.ending is None else FINISH_REASONS[update.ending],
         }
 
     def _logprobs(self, choice: Choice, entries: list[TokenLogprob], echoed: bool, start: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from aiohttp import web
 from resin.recipes import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from serve.errors import ApiError, anthropic_body
 from serve.generation import Ending, Update
-from serve.planning import Ask, ToolUse, plan_answer
+from serve.planning import Ask, ToolUse, plan_answer, reasoning_options, render_prompt
 from serve.replies import json_response, read_body
-from serve.schemas.messages import CountRequest, MessagesRequest, to_messages, to_tools
+from serve.schemas.messages import CountRequest, MessagesRequest, OutputConfig, to_messages, to_tools
 from serve.schemas.sampling import SamplingFields
 from serve.service import service_of
 from serve.session import Session
@@ -33,7 +33,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, MessagesRequest)
     service.check_model(body.model)
-    plans = await plan_answer(service, _ask_of(body))
+    plans = await plan_answer(service, _ask_of(body, body))
     builder = _MessageBuilder(service.model)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
@@ -48,35 +48,42 @@ async def count_tokens(request: web.Request) -> web.Response:
     service = service_of(request)
     body = await read_body(request, CountRequest)
     service.check_model(body.model)
-    prompt_ids = await service.render(to_messages(body), to_tools(body), _options(body))
+    prompt_ids = await render_prompt(service, _ask_of(body))
     return json_response({"input_tokens": len(prompt_ids)})
 
 
-def _options(body: CountRequest) -> dict[str, Any]:
-    """Thinking is off unless asked for, as in the original."""
-    return {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
-
-
-def _ask_of(body: MessagesRequest) -> Ask:
+def _ask_of(body: CountRequest, sampled: MessagesRequest | None = None) -> Ask:
+    """The request in no API's own words; `sampled` is None where only the prompt counts."""
     choice = body.tool_choice
     if choice is not None and choice.type == "tool" and not choice.name:
         raise ApiError(400, "tool_choice.name: the type 'tool' needs a name", param="tool_choice.name")
-    sampling = SamplingFields(
-        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, seed=body.seed, stop=body.stop_sequences
-    )
+    output = body.output_config or OutputConfig()
+    # Thinking is off unless asked for, as in the original.
+    thinks = {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
+    sampling = SamplingFields()
+    if sampled is not None:
+        sampling = SamplingFields(
+            temperature=sampled.temperature,
+            top_p=sampled.top_p,
+            top_k=sampled.top_k,
+            seed=sampled.seed,
+            stop=sampled.stop_sequences,
+        )
     return Ask(
         messages=to_messages(body),
         sampling=sampling,
-        max_tokens=body.max_tokens,
+        max_tokens=sampled.max_tokens if sampled else None,
         names={"max_output_tokens": "max_tokens"},
         use=ToolUse(
             tuple(to_tools(body)),
             required=choice is not None and choice.type == "any",
             only=choice.name if choice is not None and choice.type == "tool" else None,
             is_parallel=not (choice is not None and choice.disable_parallel_tool_use),
-            strict=any(tool.strict for tool in body.tools or []),
+            strict=frozenset(tool.name for tool in body.tools or [] if tool.strict),
         ),
-        options=_options(body),
+        schema=output.format.schema if output.format else None,
+        schema_param="output_config.format.schema",
+        options=reasoning_options(output.effort, thinks),
         stops=sampling.stop_strings(),
         continues_last=True,
     )

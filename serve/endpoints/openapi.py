@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from serve.replies import json_response
+from serve.schemas.body import schema_of_type
 from serve.schemas.chat import ChatRequest
 from serve.schemas.completions import CompletionRequest
 from serve.schemas.messages import CountRequest, MessagesRequest
@@ -54,7 +55,7 @@ async def get_openapi(request: web.Request) -> web.Response:
 def describe_api() -> dict[str, Any]:
     """The OpenAPI document."""
     references, components = msgspec.json.schema_components(
-        [body for _, body, _, _ in _POSTS], ref_template="#/components/schemas/{name}"
+        [body for _, body, _, _ in _POSTS], schema_hook=schema_of_type, ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
     for (path, _, streams, summary), schema in zip(_POSTS, references, strict=True):

@@ -26,11 +26,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, ResponsesRequest)
     service.check_model(body.model)
-    if body.background:
-        raise ApiError(400, "background: not supported", param="background")
     conversation = [*_earlier_messages(service, body), *input_messages(body)]
     plans = await plan_answer(service, _ask_of(body, conversation))
-    builder = ResponseBuilder(_blank_response(service, body), service.tokenizer if body.logprobs is not None else None)
+    builder = ResponseBuilder(_blank_response(service, body), service.tokenizer)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
             response = await _stream(request, session, builder)
@@ -90,7 +88,7 @@ def _ask_of(body: ResponsesRequest, conversation: list[Message]) -> Ask:
             required=body.tool_choice == "required",
             only=body.tool_choice.name if isinstance(body.tool_choice, FunctionChoice) else None,
             is_parallel=body.parallel_tool_calls is not False,
-            strict=any(tool.strict for tool in body.tools or []),
+            strict=frozenset(tool.name or "" for tool in body.tools or [] if tool.strict),
         ),
         schema=schema_of(body),
         schema_param="text.format.schema",

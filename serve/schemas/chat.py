@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from resin.recipes import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from serve.errors import invalid
+from serve.schemas.body import Hint, JsonObject, Refused
 from serve.schemas.sampling import SamplingFields
-
-JsonObject = dict[str, Any]
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -28,7 +27,7 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
 class MessageToolCall(msgspec.Struct, kw_only=True):
     id: str = ""
-    type: str = "function"
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
@@ -41,6 +40,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     refusal: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    audio: Refused | None = None
+    function_call: Refused | None = None
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
@@ -78,7 +79,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 class ChatRequest(SamplingFields, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: list[ToolDefinition] | None = None
@@ -86,6 +88,22 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: Refused | None = None
+    function_call: Literal["none"] | None = None
+    functions: Refused | None = None
+    moderation: Refused | None = None
+    web_search_options: Refused | None = None
+    metadata: Hint = None
+    prediction: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
+    store: Hint = None
+    verbosity: Hint = None
+    # Beyond OpenAI:
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -110,7 +128,7 @@ def to_messages(messages: list[ChatMessage]) -> list[Message]:
     turns = []
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
-        text = content_text(message.content, f"messages[{index}].content")
+        text = content_text(message.content, f"messages[{index}].content") or message.refusal or ""
         blocks: list[Block] = []
         if message.role in ("tool", "function"):
             call_id = message.tool_call_id or ""

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from serve.errors import invalid
+from serve.schemas.body import Refused
 from serve.schemas.sampling import SamplingFields
 
 
@@ -15,7 +16,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Refused | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text or as token ids.

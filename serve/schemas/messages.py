@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from resin.recipes import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from resin.recipes.calls import dump_json
 from serve.errors import invalid
-from serve.schemas.chat import JsonObject
+from serve.schemas.body import Hint, JsonObject, Refused
 from serve.schemas.sampling import Rank
 
 
 class ResultPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    cache_control: Hint = None
+    citations: Hint = None
 
 
 class MessageBlock(msgspec.Struct, kw_only=True):
@@ -31,6 +33,9 @@ class MessageBlock(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[ResultPart] | None = None
     is_error: bool | None = None
+    cache_control: Hint = None
+    citations: Hint = None
+    caller: Hint = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
@@ -41,6 +46,8 @@ class InputMessage(msgspec.Struct, kw_only=True):
 class SystemBlock(msgspec.Struct, kw_only=True):
     type: Literal["text"]
     text: str
+    cache_control: Hint = None
+    citations: Hint = None
 
 
 class ClientTool(msgspec.Struct, kw_only=True):
@@ -49,6 +56,11 @@ class ClientTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Refused | None = None
+    cache_control: Hint = None
+    eager_input_streaming: Hint = None
+    input_examples: Hint = None
 
 
 class ToolUseChoice(msgspec.Struct, kw_only=True):
@@ -59,7 +71,18 @@ class ToolUseChoice(msgspec.Struct, kw_only=True):
 
 class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Hint = None
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: JsonObject
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -71,16 +94,28 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: list[ClientTool] | None = None
     tool_choice: ToolUseChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: Refused | None = None
+    mcp_servers: Refused | None = None
+    output_format: Refused | None = None
+    speed: Literal["standard"] | None = None
+    cache_control: Hint = None
+    user_profile_id: Hint = None
+    workspace_id: Hint = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = None
+    container: Refused | None = None
+    diagnostics: Refused | None = None
+    inference_geo: Refused | None = None
+    metadata: Hint = None
+    service_tier: Hint = None
     # Beyond Anthropic:
     seed: int | None = None
     cache_salt: str | None = None

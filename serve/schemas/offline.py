@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 
 from serve.errors import invalid
-from serve.schemas.chat import ChatMessage, JsonObject, ToolDefinition
+from serve.schemas.body import JsonObject
+from serve.schemas.chat import ChatMessage, ToolDefinition
 from serve.schemas.sampling import SamplingFields
 
 

@@ -8,7 +8,8 @@ import msgspec
 
 from resin.recipes import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from serve.errors import invalid
-from serve.schemas.chat import ContentPart, JsonObject, content_text
+from serve.schemas.body import Hint, JsonObject, Refused
+from serve.schemas.chat import ContentPart, content_text
 from serve.schemas.sampling import Rank, StreamOptions
 
 
@@ -37,6 +38,9 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Refused | None = None
+    output_schema: Hint = None
 
 
 class FunctionChoice(msgspec.Struct, kw_only=True):
@@ -54,12 +58,28 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Hint = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    summary: str | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+    summary: Hint = None
+    generate_summary: Hint = None
+
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",  # reasoning comes in the clear
+    # Nothing of these kinds is ever in a response:
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -74,16 +94,29 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    include: list[str] | None = None
+    include: list[Includable] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Literal["disabled"] | None = None
+    access_programs: Refused | None = None
+    background: Refused | None = None
+    background_options: Refused | None = None
+    context_management: Refused | None = None
+    conversation: Refused | None = None
+    image: Refused | None = None
+    max_tool_calls: Refused | None = None
+    moderation: Refused | None = None
+    prompt: Refused | None = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
     user: str | None = None
-    background: bool | None = None
     # Beyond OpenAI:
     seed: int | None = None
     stop: str | list[str] | None = None

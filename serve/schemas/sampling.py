@@ -10,6 +10,7 @@ from resin import InvalidRequest, SamplingParams
 from resin.models.sampling_defaults import SamplingDefaults
 from resin.plan.sampling import TokenMask
 from serve.errors import from_invalid_request, invalid
+from serve.schemas.body import Hint
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
@@ -19,6 +20,8 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=0, description="Replica to run on; t
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
+    include_obfuscation: Hint = None
+    # Beyond OpenAI:
     continuous_usage_stats: bool | None = None
 
 
@@ -37,7 +40,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    user: str | None = None
+    user: Hint = None
     # Beyond OpenAI:
     top_k: int | None = None
     min_p: float | None = None
@@ -63,6 +66,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 NAMES = {"max_output_tokens": "max_tokens", "min_output_tokens": "min_tokens", "token_ids": "prompt"}
+
+
+def seed_of_choice(seed: int | None, index: int) -> int | None:
+    """Each choice's own seed, within 64 bits."""
+    return None if seed is None else (seed + index) % 2**64
 
 
 def build_params(

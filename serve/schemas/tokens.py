@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from serve.schemas.chat import ChatMessage, JsonObject, ToolDefinition
+from serve.schemas.body import JsonObject
+from serve.schemas.chat import ChatMessage, ToolDefinition
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -19,20 +19,27 @@ from resin.recipes import ReasoningDelta, TextDelta
 from serve import HttpServer
 from serve.endpoints.chat import _Reply
 from serve.errors import ApiError
-from serve.generation import Ending, Generation, PlainParser, TokenLogprob, Update
+from serve.generation import Ending, Generation, PlainParser, Update
 from serve.schemas.chat import ChatRequest
 from serve.service import Service
 from serve.session import Choice, Session
 from serve.sse import encode_events
+from serve.text_rows import ScoredText, TokenLogprob
 from tests.serve.conftest import WORDS
 from tests.serve.scripted_runner import TOKENIZER
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+ROWS = (TokenLogprob(97, -1.0),)
+
+
+def scored(text: str) -> TextDelta:
+    return ScoredText(text, logprobs=ROWS)
+
+
 UPDATES = st.lists(
     st.builds(
         Update,
-        deltas=st.lists(st.one_of(TEXTS.map(TextDelta), TEXTS.map(ReasoningDelta)), max_size=2),
-        logprobs=st.just([]) | st.just([TokenLogprob(97, -1.0)]),
+        deltas=st.lists(st.one_of(*(TEXTS.map(kind) for kind in (TextDelta, ReasoningDelta, scored))), max_size=2),
         ending=st.sampled_from([None, None, None, Ending.STOP]),
     ),
     max_size=6,
