@@ -36,6 +36,7 @@ class MessageBlock(msgspec.Struct, kw_only=True):
     cache_control: Hint = None
     citations: Hint = None
     caller: Hint = None
+    toolset_name: Hint = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):

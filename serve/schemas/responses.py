@@ -40,6 +40,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Refused | None = None
+    is_async: Refused | None = msgspec.field(default=None, name="async")
     output_schema: Hint = None
 
 
