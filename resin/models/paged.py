@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from resin.models.context import AttentionLayer, Context, Routed, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
@@ -27,6 +25,7 @@ from resin.pallas_kernels.table import (
     takes_heads_kernel,
     takes_route_kernel,
 )
+from resin.pallas_kernels.tiles import to_arena
 from resin.plan import (
     CacheGeometry,
     CacheGroup,
@@ -334,36 +333,23 @@ class PagedContext(Context):
         return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][1]
 
     def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
-        with jax.named_scope("recall"):
-            index = self._state_index(layer, x.shape[1], "input")
-            held = self.arena.reshape(-1, x.shape[1]).at[index].get(mode="promise_in_bounds")
-            held = _from_arena(held).astype(x.dtype)
-            fresh = (self.columns["row_flags"] & RowFlag.FRESH_STATE) != 0
-            held = jnp.where(fresh[:, None, None], 0, held)
-            if self.phase is Phase.DECODE:
-                before = [held[:, age] for age in range(layer.taps)]
-                after = jnp.concatenate([held[:, 1:], x[:, None]], axis=1)
-            else:
-                before, after = shift_chunks(held, x, self.columns["query_indptr"])
-            self._write_state(layer, after)
-            return before
-
-    def _state_index(self, layer: ShiftLayer, width: int, side: str) -> jax.Array:
-        """Arena rows `[B, taps]` of a layer's part of each sequence's state; a state may span several pages."""
         if layer.group not in self._groups:
             raise InvalidRequest("group", layer.group, f"one of {sorted(self._groups)}")
-        group, fill = self._groups[layer.group]
-        before, per_page = _first_row(group, 1, layer.plane, self.arena.dtype), self.arena.shape[1] // width
-        row = before + layer.index * layer.taps + np.arange(layer.taps)
-        pages = self.columns[f"{side}_pages:{layer.group}"].reshape(-1, fill.pages_per_state)[:, row // per_page]
-        return pages * per_page + jnp.asarray(row % per_page, jnp.int32)[None, :]
-
-    def _write_state(self, layer: ShiftLayer, vectors: jax.Array) -> None:
-        width = vectors.shape[-1]
-        flat = self.arena.reshape(-1, width)
-        index = self._state_index(layer, width, "output")
-        flat = flat.at[index].set(_to_arena(vectors, flat.dtype), mode="promise_in_bounds")
-        self.arena = flat.reshape(self.arena.shape)
+        group, _ = self._groups[layer.group]
+        with jax.named_scope("recall"):
+            held, self.arena = self._kernels.shift_state(
+                x,
+                self.arena,
+                self.columns[f"input_pages:{layer.group}"],
+                self.columns[f"output_pages:{layer.group}"],
+                self.columns["query_indptr"],
+                (self.columns["row_flags"] & RowFlag.FRESH_STATE) != 0,
+                _first_row(group, 1, layer.plane, self.arena.dtype) + layer.index * layer.taps,
+                taps=layer.taps,
+            )
+            if self.phase is Phase.DECODE:
+                return [held[:, age] for age in range(layer.taps)]
+            return shift_chunks(held, x, self.columns["query_indptr"])
 
     def _append(self, layer: AttentionLayer, rows: PlaneRows, key_row: int, vectors: jax.Array) -> None:
         """Writes `[T, 2 K, D]` vectors, keys then values, to the tokens' append destinations."""
@@ -372,7 +358,10 @@ class PagedContext(Context):
             offsets = self.columns[f"append_offsets:{layer.group}"]
             heads = key_row + rows.page_entries * jnp.arange(2 * layer.kv_heads, dtype=jnp.int32)
             index = (pages * rows.rows_per_page + offsets)[:, None] + heads[None, :]
-            words = _to_arena(vectors, self.arena.dtype, rows.fp8_scale)
+            if rows.fp8_scale is None:
+                words = to_arena(vectors, self.arena.dtype)
+            else:
+                words = pack_fp8(vectors, self.arena.dtype, rows.fp8_scale)
             flat = self.arena.reshape(-1, words.shape[-1])
             flat = flat.at[index].set(words, mode="promise_in_bounds")
             self.arena = flat.reshape(self.arena.shape)
@@ -386,19 +375,6 @@ def _kernels_take(*norms: RMSNorm | None) -> bool:
 def _norm_arguments(norm: RMSNorm | None) -> dict[str, Any]:
     """A kernel's arguments for the norm before its product."""
     return {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
-
-
-def _to_arena(vectors: jax.Array, dtype: Any, fp8_scale: float | None = None) -> jax.Array:
-    """What the arena holds for these vectors; 16-bit integers stand for the bits of bfloat16."""
-    if fp8_scale is not None:
-        return pack_fp8(vectors, dtype, fp8_scale)
-    if dtype == jnp.uint16:
-        return lax.bitcast_convert_type(vectors.astype(jnp.bfloat16), jnp.uint16)
-    return vectors.astype(dtype)
-
-
-def _from_arena(words: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(words, jnp.bfloat16) if words.dtype == jnp.uint16 else words
 
 
 def _plane_rows(group: CacheGroup, fill: GroupGeometry, plane_name: str, arena: jax.Array) -> PlaneRows:

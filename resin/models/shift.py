@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def shift_chunks(held: jax.Array, x: jax.Array, query_indptr: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+def shift_chunks(held: jax.Array, x: jax.Array, query_indptr: jax.Array) -> list[jax.Array]:
     """Looks back over each sequence's state and then its chunk.
 
     Row `taps + i` of a sequence's history (state, then chunk) is its i-th token, so k tokens before token i is row
@@ -18,7 +18,7 @@ def shift_chunks(held: jax.Array, x: jax.Array, query_indptr: jax.Array) -> tupl
         query_indptr: int32 [B + 1], where they start and end.
 
     Returns:
-        `taps` arrays [T, W], the input `taps` tokens ago first; and what to hold next, [B, taps, W].
+        `taps` arrays [T, W], the input `taps` tokens ago first.
     """
     taps, starts, ends = held.shape[1], query_indptr[:-1], query_indptr[1:]
     token = jnp.arange(x.shape[0], dtype=jnp.int32)
@@ -30,8 +30,4 @@ def shift_chunks(held: jax.Array, x: jax.Array, query_indptr: jax.Array) -> tupl
         shifted = jnp.pad(x, ((back, 0), (0, 0)))[: x.shape[0]]
         old = held[sequence, jnp.clip(taps + place - back, 0, taps - 1)]
         before.append(jnp.where((place >= back)[:, None], shifted, old))
-    ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)[None, :]
-    count = (ends - starts)[:, None]
-    recent = x.at[jnp.maximum(ends[:, None] - ages, 0)].get(mode="clip")
-    kept = jnp.take_along_axis(held, jnp.clip(taps + count - ages, 0, taps - 1)[:, :, None], axis=1)
-    return before, jnp.where((count >= ages)[:, :, None], recent, kept)
+    return before

@@ -23,6 +23,7 @@ from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.route import NormedRows, route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.shift_state import shift_state, shift_state_ref
 from resin.pallas_kernels.tiles import MIN_ROWS
 
 # Most rows for which `dense_small` is faster than XLA's product and the kernels that surround it, by what it takes in
@@ -67,6 +68,7 @@ class Kernels:
     route_tokens: Callable[..., tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]
+    shift_state: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def pick_kernels(
@@ -93,6 +95,7 @@ def pick_kernels(
             route_tokens_ref,
             expert_ffn_ref,
             sample_tokens_ref,
+            shift_state_ref,
         )
     interpret = backend is Backend.INTERPRET
     fresh = functools.partial(fresh_prefill_attention, implementation="xla" if interpret else "cudnn")
@@ -107,6 +110,7 @@ def pick_kernels(
         functools.partial(route_tokens, interpret=interpret),
         functools.partial(expert_ffn, interpret=interpret),
         functools.partial(sample_tokens, interpret=interpret),
+        functools.partial(shift_state, interpret=interpret),
     )
 
 

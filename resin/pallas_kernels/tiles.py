@@ -49,6 +49,20 @@ def load_rows(
     return (lax.bitcast_convert_type(loaded, dtype) if loaded.dtype == jnp.uint16 else loaded,)
 
 
+def to_arena(vectors: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What an arena of this dtype holds for these vectors; uint16 holds bfloat16 bits."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(vectors.astype(jnp.bfloat16), jnp.uint16)
+    return vectors.astype(dtype)
+
+
+def from_arena(words: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The vectors that `to_arena` made words of."""
+    if words.dtype == jnp.uint16:
+        words = lax.bitcast_convert_type(words, jnp.bfloat16)
+    return words.astype(dtype)
+
+
 def dot_pieces(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
     """`a @ b.T` of two tiles whose columns come in pieces."""
     out = tile_dot(a[0], b[0], trans_b=True)

@@ -16,6 +16,7 @@ from resin.pallas_kernels.project_heads import project_heads
 from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.route import RouteRule, route_tokens
 from resin.pallas_kernels.sampling import Draw, sample_tokens
+from resin.pallas_kernels.shift_state import shift_state
 from tests.pallas_kernels.cuda_lowering import compile_for_gpu, lower_for_cuda
 
 BF16, INT, FLOAT = jnp.bfloat16, jnp.int32, jnp.float32
@@ -108,6 +109,15 @@ def sampling_call(rows: int, vocab: int):
     return sample_tokens, (Array((rows, vocab), FLOAT), Draw(floats, ints, floats, floats, ints, ints, ints))
 
 
+def state_call(sequences: int, tokens: int, width: int, taps: int, dtype=BF16):
+    def function(x, arena, pages, indptr, is_fresh):
+        return shift_state(x, arena, pages, pages, indptr, is_fresh, 4, taps=taps)
+
+    arrays = Array((tokens, width), BF16), Array((30_000, 6 * 2 * 8 * 16 * 64), dtype)
+    columns = Array((2 * sequences,), INT), Array((sequences + 1,), INT), Array((sequences,), jnp.bool_)
+    return function, (*arrays, *columns)
+
+
 SOFTMAX = RouteRule(8, renormalise=True)
 CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
@@ -146,6 +156,9 @@ CALLS = {
     "experts 64 tokens": partial(experts_call, 64),
     "experts 4096 tokens": partial(experts_call, 4096),
     "sampling": partial(sampling_call, 64, 200_000),
+    "state 1 row": partial(state_call, 1, 1, 2048, 2),
+    "state 256 rows": partial(state_call, 256, 256, 1024, 2, jnp.uint16),
+    "state of a prompt": partial(state_call, 16, 8192, 2048, 3, FLOAT),
 }
 
 

@@ -14,6 +14,7 @@ from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_pr
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.route import RouteRule, route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.shift_state import shift_state
 from resin.pallas_kernels.table import pick_kernels
 from tests.pallas_kernels.grid import (
     BF16_ERROR,
@@ -28,6 +29,7 @@ from tests.pallas_kernels.grid import (
     poison_memory,
 )
 from tests.pallas_kernels.paged_cases import PagedCase, build_case, relative_error
+from tests.pallas_kernels.state_cases import check_shift_state
 from tests.pallas_kernels.test_sampling import build_draw, build_logits
 
 pytestmark = pytest.mark.gpu
@@ -237,6 +239,29 @@ def test_sampling(vocab, ties):
     drawn = out >= 0
     assert drawn[draw.temperature == 0].all() and (ties or drawn[draw.top_k > 0].all())
     np.testing.assert_array_equal(out[drawn], expected[drawn])
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "uint16"), ("float32", "float32")], ids=str)
+@pytest.mark.parametrize(
+    ("taps", "lengths", "width"),
+    [(2, (1,), 2048), (2, (1,) * 32, 2048), (3, (5, 1, 2, 0, 700), 1000), (1, (3, 0, 1), 64), (6, (2, 1, 9), 300)],
+)
+def test_shift_state(dtypes, taps, lengths, width):
+    check_shift_state(*dtypes, taps, lengths, width=width, pages=200)
+    check_shift_state(*dtypes, taps, lengths, width=width, pages=200, in_place=np.ones(len(lengths), bool))
+
+
+def test_a_state_at_the_far_end_of_a_large_arena():
+    width, rows = 2048, 64
+    pages = (1 << 32) // (rows * width) + 64  # 2^32 elements: past both 32-bit limits
+    arena = jnp.full((pages, rows * width), jnp.nan, jnp.bfloat16)
+    state, indptr = jnp.array([pages - 1, pages - 3], jnp.int32), jnp.array([0, 5, 9], jnp.int32)
+    x = bfloat(np.random.default_rng(fresh_seed()).standard_normal((9, width)))
+    shift = jax.jit(functools.partial(shift_state, taps=2), donate_argnums=1)
+    held, arena = shift(x, arena, state, state, indptr, jnp.ones(2, jnp.bool_), rows - 2)
+    assert not np.any(held)
+    held, arena = shift(x, arena, state, state, indptr, jnp.zeros(2, jnp.bool_), rows - 2)
+    np.testing.assert_array_equal(held, np.asarray(x)[np.array([[3, 4], [7, 8]])])
 
 
 def test_decode_agrees_with_the_reference_on_the_same_device():

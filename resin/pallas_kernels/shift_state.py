@@ -1,0 +1,162 @@
+"""The inputs that a short causal filter still needs, in the arena: read, and moved on by this step's tokens.
+
+A layer's State holds the `taps` inputs before a sequence's next token, the oldest first, as rows of W elements; a state
+may span several pages. A sequence whose chunk has n tokens holds afterwards rows n to n + taps of (state, then chunk).
+
+Reading and writing are one kernel because XLA fuses a gather from the arena into the scatter that follows, which then
+reads what it writes, so that it copies the whole arena first. Sequence b's rows are read and written by one program for
+each `lanes` columns, and it reads before it writes: input and output pages may be the same. Nothing is written to page
+0, where padding belongs, and nothing read from it.
+
+Grid: (sequence, column block) of one warp, 16 bytes a thread: 512 sequences of 2048 channels are 4096 programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from resin.pallas_kernels.tiles import NOWHERE, from_arena, to_arena
+
+LANES = 256  # columns a program: 8 values of 16 bits for each thread of a warp
+
+
+def shift_state(
+    x: jax.Array,
+    arena: jax.Array,
+    input_pages: jax.Array,
+    output_pages: jax.Array,
+    query_indptr: jax.Array,
+    is_fresh: jax.Array,
+    first_row: jax.Array | int,
+    *,
+    taps: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Gives what came before each sequence's chunk, and leaves in the arena what comes before its next one.
+
+    Args:
+        x: `[T, W]`, the chunks one after another.
+        arena: `[num_pages, page_elements]` in any float, or uint16 that holds bfloat16 bits; updated in place.
+        input_pages, output_pages: int32 `[B * pages_per_state]`, where each state is and where it goes.
+        query_indptr: int32 `[B + 1]`, where chunks start and end in x.
+        is_fresh: bool `[B]`, sequences that start here: zeros came before.
+        first_row: int32 scalar, rows of W elements from a state's start to the layer's.
+        taps: inputs that the filter sees before the current one.
+        interpret: run the kernel body in Pallas' interpreter.
+
+    Returns:
+        `[B, taps, W]` in x's dtype, the oldest first, and the arena.
+    """
+    width, sequences = x.shape[1], query_indptr.shape[0] - 1
+    spec = _Spec(taps, sequences, width, arena.shape[1] // width, input_pages.shape[0] // sequences, interpret)
+    columns = (input_pages, output_pages, query_indptr, is_fresh.astype(jnp.int32))
+    first = jnp.asarray(first_row, jnp.int32).reshape(1)
+    held, rows = _call(spec, x, *columns, first, arena.reshape(-1, width))
+    return held.reshape(sequences, taps, width), rows.reshape(arena.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Everything static about one call."""
+
+    taps: int
+    sequences: int
+    width: int
+    rows_per_page: int
+    pages_per_state: int
+    interpret: bool
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(spec: _Spec, x, input_pages, output_pages, query_indptr, is_fresh, first, arena):
+    """The kernel call. Nested jit: the layers of a model trace and lower it once."""
+    inputs = [x, input_pages, output_pages, query_indptr, is_fresh, first, arena]
+    return pl.pallas_call(
+        functools.partial(_shift_state_kernel, spec=spec),
+        grid=(spec.sequences, -(-spec.width // LANES)),
+        out_shape=(
+            jax.ShapeDtypeStruct((spec.sequences * spec.taps, spec.width), x.dtype),
+            jax.ShapeDtypeStruct(arena.shape, arena.dtype),
+        ),
+        input_output_aliases={len(inputs) - 1: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=spec.interpret,
+        name="shift_state",
+    )(*inputs)
+
+
+def _shift_state_kernel(x_ref, in_ref, out_ref, indptr_ref, fresh_ref, first_ref, _, held_ref, arena_ref, *, spec):
+    sequence = pl.program_id(0)
+    taps = jnp.arange(pl.next_power_of_2(spec.taps), dtype=jnp.int32)
+    lanes = (pl.program_id(1) * LANES + jnp.arange(LANES, dtype=jnp.int32))[None, :]
+    inside = lanes < spec.width
+    start, end = indptr_ref[sequence], indptr_ref[sequence + 1]
+    is_kept = fresh_ref[sequence] == 0
+
+    def place(pages_ref, tap, wanted):
+        """Index of rows of the arena and mask, both of a tile: `tap` [rows] of the state where `wanted`."""
+        row = first_ref[0] + tap
+        at = sequence * spec.pages_per_state + row // spec.rows_per_page
+        page = plgpu.load(pages_ref.at[jnp.where(wanted, at, NOWHERE)], mask=wanted, other=0)
+        row = jnp.where(page > 0, page * spec.rows_per_page + row % spec.rows_per_page, NOWHERE)
+        return (row[:, None], lanes), (page > 0)[:, None] & inside
+
+    def load_state(tap):
+        at, mask = place(in_ref, tap, (tap < spec.taps) & is_kept)
+        return from_arena(plgpu.load(arena_ref.at[at], mask=mask, other=0), x_ref.dtype)
+
+    wanted = (taps < spec.taps)[:, None] & inside
+    at = jnp.where(taps < spec.taps, sequence * spec.taps + taps, NOWHERE)[:, None], lanes
+    plgpu.store(held_ref.at[at], load_state(taps), mask=wanted)
+    token = end - spec.taps + taps
+    is_new = (token >= start)[:, None] & wanted
+    at = jnp.where(token >= start, token, NOWHERE)[:, None], lanes
+    after = jnp.where(is_new, plgpu.load(x_ref.at[at], mask=is_new, other=0), load_state(taps + end - start))
+    if not spec.interpret:
+        plgpu.debug_barrier()  # no thread writes what another still has to read: pages may be read and written here
+    at, mask = place(out_ref, taps, taps < spec.taps)
+    plgpu.store(arena_ref.at[at], to_arena(after, arena_ref.dtype), mask=mask)
+
+
+def shift_state_ref(
+    x: jax.Array,
+    arena: jax.Array,
+    input_pages: jax.Array,
+    output_pages: jax.Array,
+    query_indptr: jax.Array,
+    is_fresh: jax.Array,
+    first_row: jax.Array | int,
+    *,
+    taps: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The same in plain XLA, a gather and a scatter; page 0 is read and written as well.
+
+    Arguments and result as in `shift_state`.
+    """
+    width, starts, ends = x.shape[1], query_indptr[:-1], query_indptr[1:]
+    rows_per_page = arena.shape[1] // width
+    row = first_row + jnp.arange(taps, dtype=jnp.int32)
+
+    def places(pages: jax.Array) -> jax.Array:
+        state = pages.reshape(starts.shape[0], -1)
+        return state[:, row // rows_per_page] * rows_per_page + (row % rows_per_page)[None, :]
+
+    rows = arena.reshape(-1, width)
+    held = from_arena(rows.at[places(input_pages)].get(mode="promise_in_bounds"), x.dtype)
+    held = jnp.where(is_fresh[:, None, None], jnp.zeros((), x.dtype), held)
+    # The scatter takes what the gather has left behind: fused, they would copy the arena.
+    held, rows = lax.optimization_barrier((held, rows))
+    ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)[None, :]
+    count = (ends - starts)[:, None]
+    recent = x.at[jnp.maximum(ends[:, None] - ages, 0)].get(mode="clip")
+    kept = jnp.take_along_axis(held, jnp.clip(taps + count - ages, 0, taps - 1)[:, :, None], axis=1)
+    after = to_arena(jnp.where((count >= ages)[:, :, None], recent, kept), arena.dtype)
+    rows = rows.at[places(output_pages)].set(after, mode="promise_in_bounds")
+    return held, rows.reshape(arena.shape)
