@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from resin.models.context import AttentionLayer, Context, Routed, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
+from resin.models.planes import PlaneRows, first_row, plane_rows
 from resin.models.rope import Rope
 from resin.models.routers import Router
 from resin.models.shift import shift_chunks
@@ -29,31 +29,11 @@ from resin.pallas_kernels.tiles import to_arena
 from resin.plan import (
     CacheGeometry,
     CacheGroup,
-    GroupGeometry,
     HistoryGroup,
     InvalidRequest,
     Phase,
     RowFlag,
-    StateGroup,
 )
-from resin.plan.cache import FP8_DTYPE
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneRows:
-    """Where a plane lies in a page, counted in vectors of its width.
-
-    Attributes:
-        rows_per_page: vectors a page.
-        first_row: vectors before the plane.
-        page_entries: entries a page, the stride between two rows of the plane.
-        fp8_scale: of 8-bit floats; None if the values are the arena's own.
-    """
-
-    rows_per_page: int
-    first_row: int
-    page_entries: int
-    fp8_scale: float | None = None
 
 
 class PagedContext(Context):
@@ -100,7 +80,7 @@ class PagedContext(Context):
         if group_name not in self._groups:
             raise InvalidRequest("group", group_name, f"one of {sorted(self._groups)}")
         group, fill = self._groups[group_name]
-        return _plane_rows(group, fill, plane_name, self.arena)
+        return plane_rows(group, fill, plane_name, self.arena)
 
     def attend(
         self,
@@ -129,8 +109,7 @@ class PagedContext(Context):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         fits = self.phase is Phase.DECODE and takes_heads_kernel(x.shape[0], weight.size) and x.dtype == jnp.bfloat16
-        fits = fits and _kernels_take(norm, *(norms or ()))
-        if self._is_reference or not fits or bias is not None:
+        if self._is_reference or not fits or bias is not None or not _kernels_take(norm, norms):
             return super().attend_product(layer, x, weight, bias, rope, norm=norm, norms=norms, sinks=sinks)
         rows, key_row, value_row = self._layer_rows(layer)
         joined = weight.shape[1] // layer.head_dim
@@ -163,7 +142,7 @@ class PagedContext(Context):
         norms: tuple[RMSNorm, RMSNorm] | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        if self._is_reference or not _kernels_take(*(norms or ())) or joined.dtype != jnp.bfloat16:
+        if self._is_reference or not _kernels_take(None, norms) or joined.dtype != jnp.bfloat16:
             return super().attend_joined(layer, joined, rope, norms, sinks)
         with jax.named_scope("append"):
             rows, key_row, value_row = self._layer_rows(layer)
@@ -222,7 +201,8 @@ class PagedContext(Context):
     def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> Routed:
         tokens = x.shape[0]
         fits = takes_route_kernel(tokens, router.gate.shape[1]) and x.dtype == jnp.bfloat16
-        if self._is_reference or not fits or not _kernels_take(norm) or self.tp > 1:
+        fits = fits and _kernels_take(norm) and type(router) is Router
+        if self._is_reference or not fits or self.tp > 1:
             return super().route(router, x, norm)
         experts, weights, normed, counters = self._kernels.route_tokens(
             x,
@@ -344,7 +324,7 @@ class PagedContext(Context):
                 self.columns[f"output_pages:{layer.group}"],
                 self.columns["query_indptr"],
                 (self.columns["row_flags"] & RowFlag.FRESH_STATE) != 0,
-                _first_row(group, 1, layer.plane, self.arena.dtype) + layer.index * layer.taps,
+                first_row(group, 1, layer.plane, self.arena.dtype) + layer.index * layer.taps,
                 taps=layer.taps,
             )
             if self.phase is Phase.DECODE:
@@ -367,35 +347,13 @@ class PagedContext(Context):
             self.arena = flat.reshape(self.arena.shape)
 
 
-def _kernels_take(*norms: RMSNorm | None) -> bool:
-    """Whether kernels compute these norms: they know no `1 + weight`."""
-    return all(norm is None or norm.order is not NormOrder.ONE_PLUS for norm in norms)
+def _kernels_take(norm: RMSNorm | None, heads: tuple[RMSNorm, RMSNorm] | None = None) -> bool:
+    """Whether kernels compute these norms: RMSNorm itself, whatever a subclass makes of it, and no `1 + weight`."""
+    norms = [each for each in (norm, *(heads or ())) if each is not None]
+    is_known = all(type(each) is RMSNorm and each.order is not NormOrder.ONE_PLUS for each in norms)
+    return is_known and (heads is None or heads[0].eps == heads[1].eps)
 
 
 def _norm_arguments(norm: RMSNorm | None) -> dict[str, Any]:
     """A kernel's arguments for the norm before its product."""
     return {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
-
-
-def _plane_rows(group: CacheGroup, fill: GroupGeometry, plane_name: str, arena: jax.Array) -> PlaneRows:
-    if isinstance(group, StateGroup):
-        raise InvalidRequest("group", group.name, "a History or Window group")
-    first_row = _first_row(group, fill.page_entries, plane_name, arena.dtype)
-    plane = next(plane for plane in group.planes if plane.name == plane_name)
-    itemsize = jnp.dtype(arena.dtype).itemsize
-    return PlaneRows(
-        rows_per_page=arena.shape[1] * itemsize // plane.vector_bytes(str(arena.dtype)),
-        first_row=first_row,
-        page_entries=fill.page_entries,
-        fp8_scale=plane.scale if plane.dtype == FP8_DTYPE else None,
-    )
-
-
-def _first_row(group: CacheGroup, entries: int, plane_name: str, arena_dtype: Any) -> int:
-    """Vectors of a plane's size that the planes before it take."""
-    before = 0
-    for plane in group.planes:
-        if plane.name == plane_name:
-            return before // plane.vector_bytes(str(arena_dtype))
-        before += entries * plane.bytes_per_entry(str(arena_dtype))
-    raise InvalidRequest("plane", plane_name, f"one of {[plane.name for plane in group.planes]}")
