@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from aiohttp import web
 from resin import Engine, InvalidRequest, SamplingParams
 from resin.models.sampling_defaults import SamplingDefaults
 from resin.plan.sampling import TokenMask
-from resin.recipes import Goal, Message, Recipe, Tokenizer, Tool
+from resin.recipes import Goal, Message, Recipe, Role, Text, Tokenizer, Tool
 from serve.actor import EngineActor, Job, NotAccepting, QueueFull
 from serve.config import ServerConfig
 from serve.errors import ApiError, from_invalid_request, invalid, overloaded, unavailable
@@ -72,6 +73,17 @@ class Service:
         if self._tokenizer is None:
             raise ApiError(501, "this server has no tokenizer", kind="server_error", code="no_tokenizer")
         return self._tokenizer
+
+    @cached_property
+    def can_switch_thinking(self) -> bool:
+        """Whether `enable_thinking` makes a difference to this model's prompts."""
+        if self.recipe is None:
+            return False
+        question = [Message(Role.USER, [Text("?")])]
+        with contextlib.suppress(InvalidRequest):
+            with_, without = (self.recipe.render(question, enable_thinking=thinks) for thinks in (True, False))
+            return list(with_) != list(without)
+        return False
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for a model that is not served here; no name means the one that is."""

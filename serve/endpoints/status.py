@@ -44,6 +44,8 @@ async def get_health(request: web.Request) -> web.Response:
         "model": service.model,
         "replicas": 1,
         "context_length": service.engine.context_length,
+        "chat": service.recipe is not None,
+        "thinking": service.can_switch_thinking,
         "sampling": service.sampling.params(),
         "max_output_tokens": min(service.config.max_output_tokens or room, room),
         "active_sessions": service.actor.active,

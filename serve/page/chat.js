@@ -2,16 +2,17 @@
 
 const $ = (id) => document.getElementById(id);
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "thinks", "key"];
+const HINT = "Enter sends, Shift+Enter starts a line";
+const SUGGESTIONS = [
+  "Explain what a hash table is to a ten-year-old.",
+  "Write a Python function that reverses a string.",
+  "What is the capital of France?",
+];
 
-let turns = JSON.parse(sessionStorage.getItem("turns") || "[]");
 let running = null; // AbortController of the answer under way
-let model = "";
-let longestAnswer = Infinity; // tokens that the server gives at most
+let server = {}; // what /health says: the model, its context, what it can do
 let rank = null; // every turn of this page goes to one replica, which has its prefix cached
-
-function save() {
-  sessionStorage.setItem("turns", JSON.stringify(turns));
-}
+let editing = null; // index of the question that the next message replaces
 
 function headers() {
   const key = $("key").value;
@@ -22,41 +23,26 @@ function headers() {
   };
 }
 
+function drawTurns() {
+  $("turns").replaceChildren();
+  turns.forEach(addTurn);
+  $("turns").scrollTop = $("turns").scrollHeight;
+  $("welcome").hidden = turns.length > 0;
+}
+
 function addTurn(turn) {
-  const box = document.createElement("article");
-  box.className = `turn ${turn.role}`;
+  const box = element("article", `turn ${turn.role}`);
   $("turns").append(box);
-  drawTurn(box, turn);
+  redraw(box, turn, false);
   return box;
 }
 
-function drawTurn(box, turn) {
-  box.replaceChildren();
-  if (turn.role === "user") {
-    box.textContent = turn.content;
-    return;
-  }
-  if (turn.reasoning) {
-    const details = document.createElement("details");
-    details.open = !turn.content;
-    const summary = document.createElement("summary");
-    summary.textContent = "Reasoning";
-    const body = document.createElement("div");
-    body.className = "reasoning";
-    body.textContent = turn.reasoning;
-    details.append(summary, body);
-    box.append(details);
-  }
-  const body = document.createElement("div");
-  body.className = "answer";
-  body.innerHTML = renderMarkup(turn.content);
-  box.append(body);
-  if (turn.fault) {
-    const fault = document.createElement("p");
-    fault.className = "fault";
-    fault.textContent = turn.fault;
-    box.append(fault);
-  }
+function redraw(box, turn, isRunning) {
+  drawTurn(box, turn, { edit: () => edit(turn), retry: () => retry(turn) }, isRunning);
+}
+
+function say(text) {
+  $("numbers").textContent = text;
 }
 
 function showNumbers(usage, startedMs, firstMs) {
@@ -65,9 +51,10 @@ function showNumbers(usage, startedMs, firstMs) {
   const seconds = (nowMs - startedMs) / 1000;
   const decoding = firstMs === null ? 0 : (nowMs - firstMs) / 1000;
   const speed = decoding > 0 && usage.completion_tokens > 1 ? (usage.completion_tokens - 1) / decoding : 0;
-  $("numbers").textContent =
+  say(
     `${usage.prompt_tokens} prompt tokens · ${usage.completion_tokens} generated tokens · ` +
-    `${seconds.toFixed(1)} s` + (speed ? ` · ${speed.toFixed(1)} tokens/s` : "");
+      `${seconds.toFixed(1)} s` + (speed ? ` · ${speed.toFixed(1)} tokens/s` : ""),
+  );
 }
 
 async function* readEvents(response) {
@@ -86,24 +73,44 @@ async function* readEvents(response) {
   }
 }
 
-function requestBody() {
+function requestBody(history) {
   const system = $("system").value.trim();
-  const history = turns.filter((turn) => turn.content).map(({ role, content }) => ({ role, content }));
-  const asked = Number($("max_tokens").value); // empty: what fits
+  const number = (id) => ($(id).value === "" ? {} : { [id]: Number($(id).value) }); // empty: the server's default
+  const asked = Number($("max_tokens").value);
   return {
-    model,
+    model: server.model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
-    temperature: Number($("temperature").value),
-    top_p: Number($("top_p").value),
-    ...(asked > 0 ? { max_tokens: Math.min(asked, longestAnswer) } : {}),
-    chat_template_kwargs: { enable_thinking: $("thinks").checked },
+    ...number("temperature"),
+    ...number("top_p"),
+    ...(asked > 0 ? { max_tokens: Math.min(asked, server.max_output_tokens) } : {}),
+    ...(server.thinking ? { chat_template_kwargs: { enable_thinking: $("thinks").checked } } : {}),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
   };
 }
 
+// Asks, and asks again without the oldest question while the conversation is longer than the context.
+async function ask(turn, signal) {
+  const history = historyOf(turns.slice(0, -1));
+  let isCut = false;
+  for (;;) {
+    const body = JSON.stringify(requestBody(history));
+    const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body, signal });
+    if (response.ok) {
+      if (isCut) turn.note = "The oldest messages no longer fit the context and were left out.";
+      return response;
+    }
+    const { error } = await response.json();
+    if (error.code !== "context_length_exceeded" || history.length < 3) {
+      if (response.status === 401) $("settings").open = true;
+      throw new Error(error.message);
+    }
+    history.splice(0, 2);
+    isCut = true;
+  }
+}
+
 async function answer() {
-  const body = requestBody();
   const turn = { role: "assistant", content: "", reasoning: "" };
   turns.push(turn);
   const box = addTurn(turn);
@@ -113,36 +120,40 @@ async function answer() {
   const draw = () => {
     const view = $("turns");
     const follows = view.scrollHeight - view.scrollTop - view.clientHeight < 80;
-    drawTurn(box, turn);
+    redraw(box, turn, running !== null);
     if (follows) view.scrollTop = view.scrollHeight;
     isDrawPending = false;
   };
   running = new AbortController();
   setBusy(true);
+  say("");
+  draw();
   try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const chunk of readEvents(response)) {
+    for await (const chunk of readEvents(await ask(turn, running.signal))) {
       if (chunk.error) throw new Error(chunk.error.message);
-      const delta = chunk.choices[0]?.delta ?? {};
+      const choice = chunk.choices[0];
+      const delta = choice?.delta ?? {};
       if (delta.content || delta.reasoning_content) firstMs ??= performance.now();
       turn.content += delta.content ?? "";
       turn.reasoning += delta.reasoning_content ?? "";
-      if (chunk.choices.length) showNumbers(chunk.usage, startedMs, firstMs);
+      if (choice?.finish_reason === "length") turn.note = "The answer was cut here: no more tokens were allowed or fit.";
+      if (choice) showNumbers(chunk.usage, startedMs, firstMs);
       if (!isDrawPending) {
         isDrawPending = true;
         requestAnimationFrame(draw);
       }
     }
   } catch (error) {
-    if (error.name !== "AbortError") turn.fault = error.message;
+    if (error.name !== "AbortError") {
+      turn.fault = error instanceof TypeError ? "The server cannot be reached." : error.message;
+      say(""); // the numbers of an answer that failed mislead
+    }
   }
   running = null;
   setBusy(false);
   draw();
-  save();
+  if (turn.fault) $("turns").scrollTop = $("turns").scrollHeight;
+  saveTurns();
 }
 
 function setBusy(isBusy) {
@@ -152,12 +163,34 @@ function setBusy(isBusy) {
 
 function send() {
   const content = $("message").value.trim();
-  if (!content || running) return;
+  if (!content || running || server.chat === false) return;
+  if (editing !== null) turns = turns.slice(0, editing);
+  finishEditing();
   $("message").value = "";
-  const turn = { role: "user", content };
-  turns.push(turn);
-  save();
-  addTurn(turn).scrollIntoView();
+  turns.push({ role: "user", content });
+  saveTurns();
+  drawTurns();
+  answer();
+}
+
+function edit(turn) {
+  if (running) return;
+  editing = turns.indexOf(turn);
+  $("editing").hidden = false;
+  $("message").value = turn.content;
+  $("message").focus();
+}
+
+function finishEditing() {
+  editing = null;
+  $("editing").hidden = true;
+}
+
+function retry(turn) {
+  if (running) return;
+  turns = turns.slice(0, turns.indexOf(turn));
+  finishEditing();
+  drawTurns();
   answer();
 }
 
@@ -174,26 +207,58 @@ function restoreSettings() {
   }
 }
 
+// Offers what this model and this context can do, and says so.
+function describeServer() {
+  $("model").textContent = server.model;
+  $("model").title = server.model;
+  $("temperature").placeholder = server.sampling.temperature;
+  $("top_p").placeholder = server.sampling.top_p;
+  $("max_tokens").max = server.max_output_tokens;
+  $("max_tokens").placeholder = `what fits, at most ${server.max_output_tokens}`;
+  $("thinking").hidden = !server.thinking;
+  const context = `${server.context_length.toLocaleString("en")} tokens of context, messages and answers together`;
+  $("greeting").textContent = server.chat
+    ? `Ask ${server.model} something. It has ${context}, and may be wrong.`
+    : `${server.model} has no chat format: it continues texts, over /v1/completions.`;
+  for (const id of ["message", "send"]) $(id).disabled = !server.chat;
+  $("suggestions").replaceChildren(
+    ...(server.chat ? SUGGESTIONS : []).map((text) =>
+      action("suggestion", text, () => {
+        $("message").value = text;
+        $("message").focus();
+      }),
+    ),
+  );
+}
+
 async function start() {
   restoreSettings();
-  turns.forEach(addTurn);
-  $("turns").scrollTop = $("turns").scrollHeight;
-  const health = await (await fetch("health")).json();
-  model = health.model;
-  $("model").textContent = model;
-  longestAnswer = health.max_output_tokens;
+  drawTurns();
+  try {
+    server = await (await fetch("health")).json();
+  } catch {
+    $("greeting").textContent = "The server cannot be reached. Reload the page once it runs.";
+    return;
+  }
+  describeServer();
   const kept = Number(sessionStorage.getItem("rank") ?? NaN);
-  rank = kept < health.replicas ? kept : Math.floor(Math.random() * health.replicas);
+  rank = kept < server.replicas ? kept : Math.floor(Math.random() * server.replicas);
   sessionStorage.setItem("rank", String(rank));
 }
 
-window.addEventListener("pagehide", save); // an answer under way keeps what it has
+window.addEventListener("pagehide", saveTurns); // an answer under way keeps what it has
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
 $("settings").querySelector("form").addEventListener("submit", (event) => event.preventDefault());
+document.addEventListener("pointerdown", (event) => {
+  if (!$("settings").contains(event.target)) $("settings").open = false;
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") $("settings").open = false;
+});
 $("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -201,11 +266,16 @@ $("message").addEventListener("keydown", (event) => {
   }
 });
 $("stop").addEventListener("click", () => running?.abort());
+$("keep").addEventListener("click", () => {
+  finishEditing();
+  $("message").value = "";
+});
 $("clear").addEventListener("click", () => {
   running?.abort();
   turns = [];
-  save();
-  $("turns").replaceChildren();
-  $("numbers").textContent = "";
+  finishEditing();
+  saveTurns();
+  drawTurns();
+  say(HINT);
 });
 start();

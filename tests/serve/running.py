@@ -18,7 +18,7 @@ from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
 def running_server(
     runner: ScriptedRunner,
     *,
-    recipe: str = "qwen3",
+    recipe: str | None = "qwen3",
     engine_options: dict[str, Any] | None = None,
     sampling: SamplingDefaults | None = None,
     **settings: Any,
@@ -27,7 +27,7 @@ def running_server(
     engine = Engine(runner, **(engine_options or {}))
     server = HttpServer(
         engine,
-        recipe=get_native_recipe(recipe, TOKENIZER),
+        recipe=get_native_recipe(recipe, TOKENIZER) if recipe is not None else None,
         model="scripted",
         sampling=sampling,
         config=ServerConfig(port=0, drain_timeout_s=5, **settings),

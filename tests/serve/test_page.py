@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -122,13 +123,12 @@ def test_stop_and_reload(page: Any) -> None:
     say(page, "[long]")
     page.wait_for_selector(".assistant:has-text('word word')")
     page.click("#stop")
-    answer = wait_for_answer(page)
-    words = answer.inner_text().split()
+    words = wait_for_answer(page).locator(".answer").inner_text().split()
     assert 1 < len(words) < 700
     page.reload()
     page.wait_for_selector(".assistant")
-    assert page.locator(".user").inner_text() == "[long]"
-    assert page.locator(".assistant").inner_text().split() == words
+    assert page.locator(".user .text").inner_text() == "[long]"
+    assert page.locator(".assistant .answer").inner_text().split() == words
     say(page, "[think]")
     answer = wait_for_answer(page)
     assert answer.locator(".answer").inner_text() == "Forty-two."
@@ -142,7 +142,7 @@ def test_a_reload_keeps_what_has_come_of_an_answer(page: Any) -> None:
     page.wait_for_selector(".assistant:has-text('word word')")
     page.reload()
     page.wait_for_selector(".assistant:has-text('word word')")
-    assert page.locator(".user").inner_text() == "[long]"
+    assert page.locator(".user .text").inner_text() == "[long]"
     with page.expect_request("**/v1/chat/completions") as info:
         say(page, "[think]")
     roles = [message["role"] for message in info.value.post_data_json["messages"]]
@@ -179,4 +179,140 @@ def test_faults_are_shown(page: Any, slow_server: HttpServer) -> None:
     with page.expect_response("**/v1/chat/completions") as info:
         say(page, "x")
     assert info.value.status == 400
-    assert "temperature" in wait_for_answer(page).locator(".fault").inner_text()
+    fault = wait_for_answer(page).locator(".fault")
+    assert "temperature" in fault.inner_text()
+    assert is_in_view(page, fault)
+    assert page.locator("#numbers").inner_text() == ""
+
+
+WIDTHS = (320, 445, 800, 1400)
+
+
+def is_in_view(page: Any, place: Any) -> bool:
+    box, size = place.bounding_box(), page.viewport_size
+    return (
+        box is not None
+        and box["x"] >= 0
+        and box["y"] >= 0
+        and box["x"] + box["width"] <= size["width"]
+        and box["y"] + box["height"] <= size["height"]
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_everything_fits_every_width(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 700})
+    for text in ("hi", "[rich]"):
+        say(page, text)
+        wait_for_answer(page)
+    page.click("summary")
+    for name in ("#send", "#message", "#clear", "summary", "#settings form", "#key"):
+        assert is_in_view(page, page.locator(name)), name
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    bubble = page.locator(".user .text").first.bounding_box()
+    assert bubble["width"] < 80  # two letters, not a row
+
+
+def test_an_empty_page_says_what_it_is(page: Any) -> None:
+    greeting = page.locator("#greeting").inner_text()
+    assert "scripted" in greeting and "4,096 tokens of context" in greeting
+    suggestion = page.locator("#suggestions button").first
+    text = suggestion.inner_text()
+    suggestion.click()
+    assert page.input_value("#message") == text
+    say(page, "hi")
+    assert not page.locator("#welcome").is_visible()
+    wait_for_answer(page)
+    page.click("#clear")
+    assert page.locator("#welcome").is_visible()
+
+
+def sent_by(page: Any, act: Callable[[], None]) -> list[tuple[str, str]]:
+    """The messages of the request that an act leads to."""
+    with page.expect_request("**/v1/chat/completions") as info:
+        act()
+    wait_for_answer(page)
+    return [(message["role"], message["content"]) for message in info.value.post_data_json["messages"]]
+
+
+def test_copy_edit_and_retry(page: Any) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for text in ("first", "[rich]"):
+        say(page, text)
+        wait_for_answer(page)
+    page.locator(".assistant .actions .copy").last.click()
+    assert page.evaluate("navigator.clipboard.readText()") == RICH
+    page.locator(".assistant pre .copy").click()
+    assert page.evaluate("navigator.clipboard.readText()") == "def f(x):\n    return 'é'"
+    page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject(new Error('no clipboard')))")
+    page.locator(".user .copy").first.click()
+    page.wait_for_selector(".user .copy:has-text('Copied')")
+    assert page.evaluate("navigator.clipboard.readText()") == "first"
+    # The last answer again, and the first question in other words: what came after it goes.
+    asked = [("user", "first"), ("assistant", "Hello!"), ("user", "[rich]")]
+    assert sent_by(page, page.locator(".retry").last.click) == asked
+    page.locator(".edit").first.click()
+    assert page.input_value("#message") == "first"
+    page.click("#keep")
+    assert page.input_value("#message") == "" and page.locator(".turn").count() == 4
+    page.locator(".edit").first.click()
+    assert sent_by(page, lambda: say(page, "other")) == [("user", "other")]
+    assert page.locator(".turn").count() == 2
+
+
+def test_a_message_that_cannot_be_answered_spoils_nothing(page: Any) -> None:
+    say(page, "first")
+    wait_for_answer(page)
+    say(page, "x" * 5000)
+    assert "4096" in wait_for_answer(page).locator(".fault").inner_text()
+    assert page.locator(".note").count() == 0
+    asked = [("user", "first"), ("assistant", "Hello!"), ("user", "second")]
+    assert sent_by(page, lambda: say(page, "second")) == asked
+    assert page.locator(".assistant").last.locator(".fault").count() == 0
+
+
+def test_the_oldest_turns_go_when_the_context_is_full(page: Any) -> None:
+    for letter in "abc":
+        say(page, letter * 1500)
+        answer = wait_for_answer(page)
+    assert answer.locator(".fault").count() == 0
+    assert "oldest messages" in answer.locator(".note").inner_text()
+    assert page.locator(".turn").count() == 6
+
+
+def fulfilling(text: str) -> Callable[[Any], None]:
+    return lambda route: route.fulfill(body=text)
+
+
+def test_settings_offer_what_the_model_can_do(page: Any) -> None:
+    page.click("summary")
+    assert page.locator("#thinks").is_visible()
+    assert page.get_attribute("#temperature", "placeholder") == "0.7"
+    assert page.get_attribute("#top_p", "placeholder") == "0.95"
+    assert page.get_attribute("#max_tokens", "max") == str(LONGEST_ANSWER)
+    with page.expect_request("**/v1/chat/completions") as info:
+        say(page, "hi")
+    wait_for_answer(page)
+    assert not {"temperature", "top_p", "max_tokens"} & set(info.value.post_data_json)
+    for recipe, chats in (("chatml", True), (None, False)):
+        with running_server(ScriptedRunner(), recipe=recipe) as other:
+            page.evaluate("document.getElementById('settings').open = false")
+            state = page.request.get(f"{other.url}/health").json()
+            assert (state["chat"], state["thinking"]) == (chats, False)
+            page.route("**/health", fulfilling(json.dumps(state)))
+            page.reload()
+            page.wait_for_selector("#model:has-text('scripted')")
+            page.click("summary")
+            assert not page.locator("#thinks").is_visible()
+            assert page.locator("#message").is_enabled() == chats
+            page.unroute("**/health")
+
+
+def test_a_server_that_is_gone_is_said(page: Any) -> None:
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    say(page, "hi")
+    assert wait_for_answer(page).locator(".fault").inner_text() == "The server cannot be reached."
+    page.click("#clear")
+    page.route("**/health", lambda route: route.abort())
+    page.reload()
+    page.wait_for_selector("#greeting:has-text('cannot be reached')")
