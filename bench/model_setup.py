@@ -18,7 +18,7 @@ from resin import ArenaSpec, Bucket, CacheGroup, InvalidRequest
 from resin.models.context import Context, Routed
 from resin.models.declare import Placement
 from resin.models.experts import MixtureOfExperts
-from resin.models.families import ModelClass, find_model_class
+from resin.models.families import ModelClass, read_model
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.norm import RMSNorm
 from resin.models.registry import open_checkpoint
@@ -117,10 +117,9 @@ def build_setup(
             directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
             use_compile_cache(directory, options.compile_cache_bytes)
         mesh = build_mesh(options)
-        model_class = find_model_class(checkpoint.config, choice.class_name)
+        model_class, config = read_model(checkpoint, choice.class_name)
         if choice.balanced_experts:
             model_class = BalancedModel(model_class)
-        config = model_class.Config.from_hf(checkpoint.config)
         options = fit_options(replace(options, dummy=choice.dummy), checkpoint)
         spec = build_spec(model_class, config, sized_options(options, cases), mesh)
         spec = replace(spec, config=replace(spec.config, buckets=all_buckets(spec, cases)))

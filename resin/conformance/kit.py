@@ -15,7 +15,7 @@ from resin.conformance.generation import TOP, Comparison, Job, SharedRunner, Tra
 from resin.conformance.plain import PlainForward
 from resin.conformance.report import Check, Report
 from resin.models.declare import Placement
-from resin.models.families import find_model_class
+from resin.models.families import read_model
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.weights import Progress
 from resin.plan import InvalidRequest
@@ -76,8 +76,7 @@ class ConformanceKit:
         progress: Progress | None = None,
     ) -> None:
         self.settings = settings = settings or Settings()
-        model_class = find_model_class(checkpoint.config, model)
-        config = model_class.Config.from_hf(checkpoint.config)
+        model_class, config = read_model(checkpoint, model)
         groups = model_class.cache_groups(config, Placement(tp=settings.tp))
         windows = [group.window_tokens for group in groups if isinstance(group, WindowGroup)]
         # One page or window is passed by the third prompt, two by the last.

@@ -2,80 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+from resin.models.config_reader import REQUIRED, ConfigReader
+from resin.models.loading.quantised import fp8_block
 from resin.models.rope import Rope
-from resin.plan import InvalidRequest
+
+MOST_LAYERS = 4096
+# Settings of published files that say nothing about the computation of a decoder: of training, of classification heads
+# and of generation, and what transformers writes about itself.
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation _flash_attn_2_enabled
+    _from_model_config _name_or_path architectures attention_dropout attn_implementation auto_map
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size custom_pipelines
+    decoder_start_token_id dtype embd_pdrop embedding_dropout experts_implementation finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
+    initializer_range is_decoder keys_to_ignore_at_inference label2id license mlp_dropout model_type name_or_path
+    num_labels output_attentions output_hidden_states output_router_logits pad_token_id prefix pretraining_tp
+    problem_type quantization_config resid_pdrop return_dict router_aux_loss_coef sep_token_id suppress_tokens
+    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript
+    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+
+    bad_words_ids constraint_mode decoder_input_ids diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length max_new_tokens
+    min_length min_new_tokens no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
+    penalty_alpha remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate temperature
+    top_k top_p typical_p
+    """.split()
+)
 
 
-def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in which settings that are absent or null have their defaults."""
-    return {**defaults, **{name: value for name, value in config.items() if value is not None}}
+def refuse_what_no_decoder_is(given: ConfigReader) -> None:
+    """Refuses settings of transformers that make any family something else than a causal decoder."""
+    given.only("is_causal", True)
+    given.only("is_encoder_decoder", False)
+    given.only("add_cross_attention", False)
+    given.only("use_bidirectional_attention", False)
+    given.only("pruned_heads", {}, [])
 
 
-def require(config: Mapping[str, Any], *names: str) -> Any:
-    """The first of several spellings that is present and not null.
+def check_quantisation(given: ConfigReader, supported: Sequence[str]) -> None:
+    """Refuses packed weights of another method than the supported ones, by name.
 
     Raises:
-        InvalidRequest: none is.
+        InvalidRequest: of another method, or with settings that are not understood.
     """
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    raise InvalidRequest(names[0], None, "a value in the model's config")
+    given.only("compression_config", None)
+    given.only("quantization", None)
+    packed = given.section("quantization_config")
+    if packed is None:
+        return
+    method = packed.get("quant_method")
+    if method not in supported:
+        packed.refuse("quant_method", method, f"one of {sorted(supported)}, or weights that are not quantised")
+    packed.ignore("modules_to_not_convert", "ignored_layers")
+    if method == "fp8":
+        packed.only("activation_scheme", "dynamic")
+        packed.only("fmt", "e4m3")
+        packed.ignore("scale_fmt", "dequantize")
+        if "weight_block_size" in packed:
+            fp8_block(given)
+    packed.refuse_unread(f"quant_method {method!r}")
 
 
-def refuse(config: Mapping[str, Any], name: str, supported: Any) -> None:
-    """Raises InvalidRequest if a setting is present with another value than the supported one."""
-    if config.get(name) not in (None, supported):
-        raise InvalidRequest(name, config[name], f"{supported!r}, the only value that this model file computes")
-
-
-def head_dim_of(config: Mapping[str, Any]) -> int:
-    """`head_dim`, or the hidden size shared evenly over the heads."""
-    if config.get("head_dim") is not None:
-        return int(config["head_dim"])
-    hidden, heads = int(require(config, "hidden_size")), int(require(config, "num_attention_heads"))
+def head_dim_of(given: ConfigReader, default: Any = None) -> int:
+    """`head_dim`, or the default, or the hidden size shared evenly over the heads."""
+    size = given.integer("head_dim", default=default)
+    if size is not None:
+        return size
+    hidden, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
     if hidden % heads:
-        raise InvalidRequest("num_attention_heads", heads, f"a divisor of hidden_size={hidden}, or head_dim given")
+        given.refuse("num_attention_heads", heads, f"a divisor of hidden_size={hidden}, or head_dim given")
     return hidden // heads
 
 
-def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+def eos_ids_of(given: ConfigReader) -> tuple[int, ...]:
     """`eos_token_id`, which is a number, a list or absent."""
-    value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
+    if isinstance(given.get("eos_token_id"), list | tuple):
+        return given.integers("eos_token_id") or ()
+    value = given.integer("eos_token_id", default=None, low=0)
+    return () if value is None else (value,)
 
 
-def rope_of(config: Mapping[str, Any], width: int, label: str | None = None) -> Rope:
-    """The rotation that a config describes.
+def rope_of(config: Mapping[str, Any], width: int, label: str | None = None, *, theta: float = 10000.0) -> Rope:
+    """The rotation that a config describes, read as transformers 5 does.
 
-    Reads `rope_parameters` (one dict, or one a label such as "full_attention"), else `rope_theta` with `rope_scaling`
-    (its kind under `rope_type` or `type`).
+    `rope_scaling` (its kind under `rope_type` or `type`) wins over `rope_parameters`, which is one object, or one a
+    label such as "full_attention"; a `rope_theta` inside wins over the one beside it. The length before scaling is
+    `original_max_position_embeddings` beside a rotation without a label, else the one inside, else
+    `max_position_embeddings`.
 
     Args:
         config: the model's config.
         width: head size that the rotation acts on.
         label: which of several rotations.
+        theta: what an absent `rope_theta` means.
 
     Raises:
-        InvalidRequest: the scaling is of an unknown kind or lacks a field.
+        InvalidRequest: the scaling is of an unknown kind, or lacks a field, or has one that its kind does not know.
     """
-    given = config.get("rope_parameters")
-    if given is not None and label is not None and label in given:
-        given = given[label]
-    if given is None:
-        given = dict(config.get("rope_scaling") or {})
-    given = dict(given)
-    given.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    given.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    if given["original_max_position_embeddings"] is None:
-        given["original_max_position_embeddings"] = config.get("max_position_embeddings")
-    return Rope.from_parameters(given, width)
+    given = ConfigReader.of(config)
+    older, section = given.section("rope_scaling"), given.section("rope_parameters")
+    name = "rope_scaling" if older else "rope_parameters"
+    section = older or section
+    if section is not None and label is not None and label in section:
+        section, name = section.section(label), f"{name}.{label}"
+    else:
+        label = None
+    values: dict[str, Any] = {key: value for key, value in (section or {}).items() if value is not None}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        values.setdefault(key, given.get(key))
+    if values["rope_theta"] is None:
+        values["rope_theta"] = theta
+    beside = given.integer("original_max_position_embeddings", default=None)
+    if beside is not None and label is None:
+        values["original_max_position_embeddings"] = beside
+    longest = given.integer("max_position_embeddings", default=None)
+    values.setdefault("original_max_position_embeddings", longest)
+    return Rope.from_parameters(ConfigReader(values, path=f"{name}."), width)
 
 
 def layer_types_of(config: Mapping[str, Any], known: tuple[str, ...]) -> tuple[str, ...]:
@@ -84,10 +131,7 @@ def layer_types_of(config: Mapping[str, Any], known: tuple[str, ...]) -> tuple[s
     Raises:
         InvalidRequest: absent, of another length, or with an unknown kind.
     """
-    layers, kinds = require(config, "num_hidden_layers"), require(config, "layer_types")
-    if len(kinds) != layers or not set(kinds) <= set(known):
-        raise InvalidRequest("layer_types", kinds, f"{layers} of {list(known)}")
-    return tuple(kinds)
+    return ConfigReader.of(config).words("layer_types", allowed=known, count="num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +139,7 @@ class DecoderConfig:
     """Shape of one model: what every family's config says. A model's own Config adds its twist.
 
     Attributes:
+        quantised_as: packed forms of its checkpoints that load, as `quantization_config.quant_method` names them.
         hidden: width of the residual stream.
         layers: their number.
         heads, kv_heads, head_dim: of attention.
@@ -105,6 +150,8 @@ class DecoderConfig:
         max_context_tokens: longest sequence.
         eos_token_ids: tokens that end a text.
     """
+
+    quantised_as: ClassVar[tuple[str, ...]] = ("fp8",)
 
     hidden: int
     layers: int
@@ -128,29 +175,33 @@ class DecoderConfig:
             own: fields that the model's Config adds, and common ones that it reads in another way.
 
         Raises:
-            InvalidRequest: a setting is missing.
+            InvalidRequest: a setting is missing, of a wrong type, out of its range, or contradicts another.
         """
-        given = with_defaults(config, defaults)
+        given = ConfigReader.of(config)
+        refuse_what_no_decoder_is(given)
+        if "norm_eps" not in own:
+            own["norm_eps"] = given.number("rms_norm_eps", default=defaults.get("rms_norm_eps", REQUIRED), low=0)
+        if "tied" not in own:
+            own["tied"] = given.flag("tie_word_embeddings", default=defaults.get("tie_word_embeddings", REQUIRED))
+        longest = defaults.get("max_position_embeddings", REQUIRED)
         common = {
-            "hidden": require(given, "hidden_size"),
-            "layers": require(given, "num_hidden_layers"),
-            "heads": require(given, "num_attention_heads"),
-            "kv_heads": require(given, "num_key_value_heads", "num_attention_heads"),
-            "head_dim": head_dim_of(given),
-            "vocab_size": require(given, "vocab_size"),
-            "norm_eps": require(given, "rms_norm_eps", "norm_eps"),
-            "tied": bool(require(given, "tie_word_embeddings", "tie_embedding")),
-            "max_context_tokens": require(given, "max_position_embeddings"),
+            "hidden": given.integer("hidden_size"),
+            "layers": given.integer("num_hidden_layers", high=MOST_LAYERS),
+            "heads": given.integer("num_attention_heads"),
+            "kv_heads": given.integer("num_key_value_heads", "num_attention_heads"),
+            "head_dim": head_dim_of(given, defaults.get("head_dim")),
+            "vocab_size": given.integer("vocab_size"),
+            "max_context_tokens": given.integer("max_position_embeddings", default=longest),
             "eos_token_ids": eos_ids_of(given),
         }
+        values = {**common, **own}
+        if values["heads"] % values["kv_heads"]:
+            given.refuse(
+                "num_key_value_heads", values["kv_heads"], f"a divisor of num_attention_heads={values['heads']}"
+            )
         if "rope" not in own:
-            common["rope"] = rope_of(given, common["head_dim"])
-        return cls(**{**common, **own})
-
-
-def fields_of(config: Any) -> dict[str, Any]:
-    """The fields of a model's Config, to build that of a model with more of them."""
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+            values["rope"] = rope_of(given, values["head_dim"], theta=defaults.get("rope_theta", 10000.0))
+        return cls(**values)
 
 
 def place_of(layer_types: tuple[str, ...], index: int) -> int:

@@ -11,9 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from resin.models.declare import Placement
-from resin.models.families import find_model_class
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from resin.models.families import read_model
+from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo, refuse_misfits
 from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedCheckpoint
+from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, Progress, load_weights
 from resin.plan import InvalidRequest
 
@@ -62,12 +63,12 @@ def convert_checkpoint(
     if isinstance(checkpoint, ConvertedCheckpoint):
         raise InvalidRequest("model", checkpoint.location, "a checkpoint that is not converted already")
     tp = mesh.shape["tp"]
-    model_class = find_model_class(checkpoint.config, model)
-    built = model_class(model_class.Config.from_hf(checkpoint.config), Placement(dtype, tp=tp))
-    abstract = AbstractModel.of(built)
+    model_class, config = read_model(checkpoint, model)
+    abstract = AbstractModel.of(model_class(config, Placement(dtype, tp=tp)))
     weights = load_weights(abstract, checkpoint, mesh, progress=progress)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_plain(checkpoint.config), indent=1), encoding="utf-8")
+    settings = _plain(dict(checkpoint.config)) | settled_settings(config, checkpoint.config)
+    (directory / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / WEIGHTS, dict(zip(abstract.names, weights, strict=True)))
     manifest = {"format": FORMAT, "dtype": dtype, "tp": tp, "weights": _describe(abstract)}
@@ -94,7 +95,7 @@ def restore_weights(
 
     Raises:
         InvalidRequest: they were laid out for another dtype or number of devices.
-        CheckpointError: they do not fit the model, all faults named at once, or cannot be read.
+        CheckpointError: they do not fit the model or cannot be read.
     """
     import orbax.checkpoint as ocp
 
@@ -115,7 +116,7 @@ def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh:
 
     Raises:
         InvalidRequest: weights laid out for another dtype or number of devices.
-        CheckpointError: they do not fit the model, all faults named at once.
+        CheckpointError: they do not fit the model.
     """
     if checkpoint.dtype != dtype:
         raise InvalidRequest("dtype", dtype, f"{checkpoint.dtype}, which these weights were converted to")
@@ -123,15 +124,14 @@ def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh:
         raise InvalidRequest("tp", mesh.shape["tp"], f"{checkpoint.tp}, which these weights were converted for")
     expected = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in _describe(model).items()}
     held = checkpoint.weights
-    faults = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]
-    faults += [f"extra {name} {list(held[name].shape)}" for name in held if name not in expected]
-    faults += [
+    missing = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]
+    extra = [f"extra {name} {list(held[name].shape)}" for name in held if name not in expected]
+    misshapen = [
         f"misshapen {name} {held[name].dtype} {list(held[name].shape)}, expected {info.dtype} {list(info.shape)}"
         for name, info in expected.items()
         if name in held and held[name] != info
     ]
-    if faults:
-        raise CheckpointError(checkpoint.location, f"{len(faults)} weights do not fit the model: " + "; ".join(faults))
+    refuse_misfits(checkpoint.location, "weights", missing, extra, misshapen)
 
 
 def _describe(model: AbstractModel) -> dict[str, dict[str, Any]]:

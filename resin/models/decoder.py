@@ -10,6 +10,7 @@ from flax import nnx
 from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.norm import NormOrder, RMSNorm
+from resin.models.tying import HEAD, TABLE
 from resin.models.vocabulary import Vocabulary
 from resin.plan import Plane
 
@@ -30,8 +31,10 @@ class Decoder(nnx.Module):
         self.vocabulary = Vocabulary(placement, vocab_size=config.vocab_size, hidden=config.hidden, tied=config.tied)
         self.layers = nnx.List([self.Layer(config, placement, index) for index in range(config.layers)])
         self.norm = RMSNorm(placement, self.norm_name, config.hidden, config.norm_eps, self.norm_order)
-        # Endings of checkpoint tensors that need no home: old files store rope frequencies, some store a tied head.
-        self.ignored_tensors = ("rotary_emb.inv_freq", *(("lm_head.weight",) if config.tied else ()))
+        # Last parts of checkpoint names that need no home: old files store rope frequencies, some store a tied head.
+        self.ignored_tensors = ("rotary_emb.inv_freq", *((HEAD,) if config.tied else ()))
+        # Some store a tied head alone.
+        self.other_names = {TABLE: HEAD} if config.tied else {}
 
     def embed(self, context: Context) -> jax.Array:
         """Vectors of the pass's tokens, `[T, hidden]`."""

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax import lax
 
+from resin.models.config_reader import ConfigReader
 from resin.models.context import Context
 from resin.models.declare import (
     BIAS,
@@ -32,6 +33,7 @@ from resin.plan import InvalidRequest
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """Maps gate and up, both [M, I], to the values that go down."""
 
+MOST_EXPERTS = 4096
 E2M1_STD = 2.93  # of the sixteen values, each as likely
 
 
@@ -48,6 +50,23 @@ class ExpertSizes:
     top_k: int
     hidden: int
     width: int
+
+    @classmethod
+    def read(cls, given: ConfigReader, *, experts: tuple[str, ...], width: str) -> ExpertSizes:
+        """Reads a config; `experts` and `width` are its names for E and I.
+
+        Raises:
+            InvalidRequest: a setting is missing or bad, or a token takes more experts than there are.
+        """
+        count, top_k = given.integer(*experts, high=MOST_EXPERTS), given.integer("num_experts_per_tok")
+        if top_k > count:
+            given.refuse("num_experts_per_tok", top_k, f"at most {experts[0]}={count}")
+        return cls(
+            experts=count,
+            top_k=top_k,
+            hidden=given.integer("hidden_size"),
+            width=given.integer(width),
+        )
 
     @property
     def token_share(self) -> float:

@@ -8,8 +8,12 @@ from typing import Any, Protocol
 
 import jax
 
+from resin.models.config import HARMLESS, DecoderConfig, check_quantisation
+from resin.models.config_reader import ConfigReader
 from resin.models.context import Context, DenseContext
 from resin.models.declare import Placement
+from resin.models.loading.checkpoint import Checkpoint
+from resin.models.tying import settle_head
 from resin.plan import CacheGroup, InvalidRequest
 
 FAMILIES = {
@@ -18,7 +22,7 @@ FAMILIES = {
     "lfm2": "resin.models.lfm2:Lfm2",
     "lfm2_moe": "resin.models.lfm2_moe:Lfm2Moe",
     "llama": "resin.models.llama:Llama",
-    "mistral": "resin.models.llama:Llama",
+    "mistral": "resin.models.llama:Mistral",
     "qwen3": "resin.models.qwen3:Qwen3",
     "qwen3_moe": "resin.models.qwen3_moe:Qwen3Moe",
 }
@@ -73,7 +77,7 @@ def find_model_class(config: Mapping[str, Any], name: str | None = None) -> Mode
     """
     if name is None:
         model_type = config.get("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise InvalidRequest("model_type", model_type, f"one of {sorted(FAMILIES)}, or a model given by name")
         name = FAMILIES[model_type]
     module_name, _, class_name = name.partition(":")
@@ -87,6 +91,34 @@ def find_model_class(config: Mapping[str, Any], name: str | None = None) -> Mode
         raise InvalidRequest("model", name, "an importable module") from error
     except AttributeError as error:
         raise InvalidRequest("model", name, f"a class of {module_name}") from error
+
+
+def read_config(config: Mapping[str, Any], name: str | None = None) -> tuple[ModelClass, ModelConfig]:
+    """The class for a checkpoint's config, and its own Config: every setting is understood or known to be harmless.
+
+    Args:
+        config: Hugging Face config.
+        name: "package.module:Name" of a model class; None finds it by `model_type`.
+
+    Raises:
+        InvalidRequest: no such class, or a setting that is missing, bad, not supported or unknown.
+    """
+    model_class, given = find_model_class(config, name), ConfigReader(config)
+    own: Any = model_class.Config
+    check_quantisation(given, getattr(own, "quantised_as", DecoderConfig.quantised_as))
+    parsed: ModelConfig = own.from_hf(given)
+    given.refuse_unread(own.__name__, HARMLESS)
+    return model_class, parsed
+
+
+def read_model(checkpoint: Checkpoint, name: str | None = None) -> tuple[ModelClass, ModelConfig]:
+    """The same for a checkpoint, whose tensors have the last word on whether the head is tied to the embedding.
+
+    Raises:
+        InvalidRequest: as `read_config`.
+    """
+    model_class, config = read_config(checkpoint.config, name)
+    return model_class, settle_head(config, checkpoint)
 
 
 def sequence_logits(model: Model, token_ids: jax.Array) -> jax.Array:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import DecoderConfig, head_dim_of, layer_types_of, refuse, require, rope_of, with_defaults
+from resin.models.config import MOST_LAYERS, DecoderConfig, head_dim_of, layer_types_of
+from resin.models.config_reader import ConfigReader
 from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
@@ -41,41 +42,51 @@ class Gemma3Config(DecoderConfig):
         Raises:
             InvalidRequest: a field is missing, or asks for something that this file does not compute.
         """
-        refuse(config, "attention_bias", False)
-        refuse(config, "hidden_activation", "gelu_pytorch_tanh")
-        refuse(config, "use_bidirectional_attention", False)
-        defaults = {
-            "head_dim": 256,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "tie_embedding": True,
-            "max_position_embeddings": 131_072,
-        }
-        given = with_defaults(config, defaults)
-        head_dim = head_dim_of(given)
-        local: Mapping[str, Any] = config
-        if config.get("rope_parameters") is None:
-            # Older files name the windowed layers' frequency apart; only full layers are ever scaled.
-            local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+        given = ConfigReader.of(config)
+        given.only("attention_bias", False)
+        given.only("hidden_activation", "gelu_pytorch_tanh")
+        given.only("attn_logit_softcapping", None)
+        head_dim = head_dim_of(given, 256)
+        full, sliding = _rotations(given, head_dim)
         return cls.read(
-            config,
-            defaults,
-            ffn=require(config, "intermediate_size"),
-            layer_types=_layer_types(config),
-            window_tokens=require(config, "sliding_window"),
-            rope=rope_of(given, head_dim, FULL),
-            sliding_rope=rope_of(local, head_dim, SLIDING),
-            query_scalar=config.get("query_pre_attn_scalar", 256),
-            logit_softcap=config.get("final_logit_softcapping"),
+            given,
+            {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "max_position_embeddings": 131_072},
+            ffn=given.integer("intermediate_size"),
+            layer_types=_layer_types(given),
+            window_tokens=given.integer("sliding_window"),
+            rope=full,
+            sliding_rope=sliding,
+            query_scalar=given.number("query_pre_attn_scalar", default=256.0, above=0, high=1e6),
+            logit_softcap=given.number("final_logit_softcapping", default=None, above=0, high=1e6),
         )
 
 
-def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
-    if config.get("layer_types") is None:
-        pattern = int(require(config, "sliding_window_pattern", "_sliding_window_pattern"))
-        kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(require(config, "num_hidden_layers"))]
-        config = {**config, "layer_types": kinds}
-    return layer_types_of(config, (FULL, SLIDING))
+def _rotations(given: ConfigReader, head_dim: int) -> tuple[Rope, Rope]:
+    """Of full layers and of windowed ones. Older files name the latter's base apart and scale the former alone."""
+    given.only("partial_rotary_factor", 1)
+    parameters = given.section("rope_parameters") or ConfigReader({})
+    full, sliding = (dict(parameters.section(label) or {}) for label in (FULL, SLIDING))
+    parameters.refuse_unread("Gemma 3")
+    longest = {"original_max_position_embeddings": given.integer("max_position_embeddings", default=131_072)}
+
+    scaling = dict(given.section("rope_scaling") or {})
+
+    def build(base: str, theta: float, values: Mapping[str, Any], path: str) -> Rope:
+        theta = given.number(base, default=theta, above=1, high=1e12)
+        return Rope.from_parameters(ConfigReader({**longest, "rope_theta": theta, **values}, path=path), head_dim)
+
+    return (
+        build("rope_theta", 1e6, {**full, **scaling}, "rope_scaling." if scaling else f"rope_parameters.{FULL}."),
+        build("rope_local_base_freq", 1e4, sliding, f"rope_parameters.{SLIDING}."),
+    )
+
+
+def _layer_types(given: ConfigReader) -> tuple[str, ...]:
+    pattern = given.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    if given.get("layer_types") is None:
+        layers = range(given.integer("num_hidden_layers", high=MOST_LAYERS))
+        return tuple(SLIDING if (index + 1) % pattern else FULL for index in layers)
+    return layer_types_of(given, (FULL, SLIDING))
 
 
 class Gemma3Layer(nnx.Module):

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import DecoderConfig, layer_types_of, refuse, require
+from resin.models.config import MOST_LAYERS, DecoderConfig, layer_types_of
+from resin.models.config_reader import ConfigReader
 from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
@@ -23,10 +24,22 @@ from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
 from resin.pallas_kernels.route import RouteRule
 from resin.plan import CacheGroup
 
+# What a config without any rotation means.
+PUBLISHED_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GptOssConfig(DecoderConfig):
     """Shape of one model. `from_hf` reads it from a Hugging Face config."""
+
+    quantised_as: ClassVar[tuple[str, ...]] = ("fp8", "mxfp4")
 
     layer_types: tuple[str, ...]
     window_tokens: int
@@ -42,30 +55,33 @@ class GptOssConfig(DecoderConfig):
         Raises:
             InvalidRequest: a field is missing, or asks for something that this file does not compute.
         """
-        refuse(config, "attention_bias", True)
-        refuse(config, "hidden_act", "silu")
-        layers = require(config, "num_hidden_layers")
-        kinds = config.get("layer_types") or [FULL if index % 2 else SLIDING for index in range(layers)]
+        given = ConfigReader.of(config)
+        given.only("attention_bias", True)
+        given.only("hidden_act", "silu")
+        given.ignore("experts_per_token", "initial_context_length")
+        if not given.get("rope_scaling") and not given.get("rope_parameters"):
+            given = given.with_values(rope_parameters=PUBLISHED_ROPE)
+        quantisation = given.section("quantization_config")
+        is_packed = quantisation is not None and quantisation.get("quant_method") == "mxfp4"
+        layers = range(given.integer("num_hidden_layers", high=MOST_LAYERS))
+        if given.get("layer_types") is None:
+            given = given.with_values(layer_types=[FULL if index % 2 else SLIDING for index in layers])
         defaults = {
             "head_dim": 64,
             "rms_norm_eps": 1e-5,
-            "tie_embedding": False,
+            "rope_theta": 150_000.0,
+            "tie_word_embeddings": False,
             "max_position_embeddings": 131_072,
         }
         return cls.read(
-            config,
+            given,
             defaults,
-            layer_types=layer_types_of({**config, "layer_types": kinds}, (FULL, SLIDING)),
-            window_tokens=require(config, "sliding_window"),
-            experts=ExpertSizes(
-                experts=require(config, "num_local_experts"),
-                top_k=require(config, "num_experts_per_tok", "experts_per_token"),
-                hidden=require(config, "hidden_size"),
-                width=require(config, "intermediate_size"),
-            ),
-            packed=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
-            gate_limit=config.get("swiglu_limit", 7.0),
-            gate_alpha=config.get("swiglu_alpha", 1.702),
+            layer_types=layer_types_of(given, (FULL, SLIDING)),
+            window_tokens=given.integer("sliding_window"),
+            experts=ExpertSizes.read(given, experts=("num_local_experts", "num_experts"), width="intermediate_size"),
+            packed=is_packed,
+            gate_limit=given.number("swiglu_limit", default=7.0, above=0, high=1e6),
+            gate_alpha=given.number("swiglu_alpha", default=1.702, above=0, high=1e6),
         )
 
 

@@ -10,7 +10,8 @@ import jax
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import DecoderConfig, layer_types_of, place_of, refuse, require
+from resin.models.config import MOST_LAYERS, DecoderConfig, layer_types_of, place_of
+from resin.models.config_reader import ConfigReader
 from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder, kv_plane
@@ -20,6 +21,19 @@ from resin.models.short_conv import ShortConv
 from resin.plan import CacheGroup, HistoryGroup, Plane, StateGroup
 
 ATTENTION, CONV = "full_attention", "conv"
+MOST_TAPS = 256
+# Settings of published files that neither transformers nor this file reads.
+UNUSED = (
+    "block_dim",
+    "block_mlp_init_scale",
+    "block_norm_eps",
+    "block_out_init_scale",
+    "block_use_xavier_init",
+    "conv_dim",
+    "conv_dim_out",
+    "conv_use_xavier_init",
+    "num_heads",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +51,43 @@ class Lfm2Config(DecoderConfig):
         Raises:
             InvalidRequest: a field is missing, or asks for something that this file does not compute.
         """
-        return cls.read_lfm2(config, ffn=_ffn_width(config))
+        given = ConfigReader.of(config)
+        return cls.read_lfm2(given, ffn=_ffn_width(given))
 
     @classmethod
-    def read_lfm2(cls, config: Mapping[str, Any], **own: Any) -> Self:
+    def read_lfm2(cls, given: ConfigReader, **own: Any) -> Self:
         """Builds the Config that `own` completes: what dense and mixture-of-experts configs share is read here."""
-        refuse(config, "conv_bias", False)
-        defaults = {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_embedding": True, "max_position_embeddings": 128_000}
-        taps = config.get("conv_L_cache", 3)
-        return cls.read(config, defaults, layer_types=_layer_types(config), taps=taps, **own)
+        given.only("conv_bias", False)
+        given.only("block_use_swiglu", True)
+        given.only("use_pos_enc", True)
+        given.ignore(*UNUSED)
+        return cls.read(
+            given,
+            {"rope_theta": 1e6, "max_position_embeddings": 128_000},
+            norm_eps=given.number("norm_eps", default=1e-5, low=0),
+            tied=given.flag("tie_embedding", "tie_word_embeddings", default=True),
+            layer_types=_layer_types(given),
+            taps=given.integer("conv_L_cache", default=3, low=2, high=MOST_TAPS),
+            **own,
+        )
 
 
-def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
-    layers = require(config, "num_hidden_layers")
-    attention = config.get("full_attn_idxs")
-    if config.get("layer_types") is None and attention is not None:
-        config = {**config, "layer_types": [ATTENTION if index in attention else CONV for index in range(layers)]}
-    return layer_types_of(config, (ATTENTION, CONV))
+def _layer_types(given: ConfigReader) -> tuple[str, ...]:
+    layers = given.integer("num_hidden_layers", high=MOST_LAYERS)
+    attention = given.integers("full_attn_idxs")
+    if given.get("layer_types") is None and attention is not None:
+        return tuple(ATTENTION if index in attention else CONV for index in range(layers))
+    return layer_types_of(given, (ATTENTION, CONV))
 
 
-def _ffn_width(config: Mapping[str, Any]) -> int:
-    width = int(require(config, "block_ff_dim", "intermediate_size"))
-    if not config.get("block_auto_adjust_ff_dim", True):
+def _ffn_width(given: ConfigReader) -> int:
+    width = given.integer("block_ff_dim", "intermediate_size")
+    multiple = given.integer("block_multiple_of", default=256)
+    multiplier = given.number("block_ffn_dim_multiplier", default=1.0, above=0, high=1e3)
+    if not given.flag("block_auto_adjust_ff_dim", default=True):
         return width
-    multiple = int(config.get("block_multiple_of", 256))
-    width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
-    return -(-width // multiple) * multiple
+    adjusted = int(multiplier * int(2 * width / 3))
+    return max(-(-adjusted // multiple), 1) * multiple
 
 
 class Lfm2Layer(nnx.Module):

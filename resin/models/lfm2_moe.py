@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from resin.models.config import require
+from resin.models.config import MOST_LAYERS
+from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.experts import ExpertSizes, listed_experts
 from resin.models.lfm2 import Lfm2, Lfm2Config, Lfm2Layer
@@ -29,19 +30,19 @@ class Lfm2MoeConfig(Lfm2Config):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Lfm2MoeConfig:
         """Reads a config; raises InvalidRequest as `Lfm2Config.from_hf` does."""
+        given = ConfigReader.of(config)
+        # Of the dense relative: the widths of this one are what they say.
+        given.ignore("block_auto_adjust_ff_dim", "block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
         return cls.read_lfm2(
-            config,
-            ffn=require(config, "intermediate_size"),
-            experts=ExpertSizes(
-                experts=require(config, "num_experts", "num_local_experts"),
-                top_k=require(config, "num_experts_per_tok"),
-                hidden=require(config, "hidden_size"),
-                width=require(config, "moe_intermediate_size"),
+            given,
+            ffn=given.integer("intermediate_size"),
+            experts=ExpertSizes.read(
+                given, experts=("num_experts", "num_local_experts"), width="moe_intermediate_size"
             ),
-            dense_layers=config.get("num_dense_layers", 2),
-            has_selection_bias=bool(config.get("use_expert_bias", True)),
-            renormalise=bool(config.get("norm_topk_prob", True)),
-            scaling=float(config.get("routed_scaling_factor", 1.0)),
+            dense_layers=given.integer("num_dense_layers", default=2, low=0, high=MOST_LAYERS),
+            has_selection_bias=given.flag("use_expert_bias", default=True),
+            renormalise=given.flag("norm_topk_prob", default=True),
+            scaling=given.number("routed_scaling_factor", default=1.0, above=0, high=1e6),
         )
 
 

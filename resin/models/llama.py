@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import DecoderConfig, refuse, require
+from resin.models.config import DecoderConfig, layer_types_of
+from resin.models.config_reader import ConfigReader
 from resin.models.context import AttentionLayer, Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder, kv_plane
@@ -26,18 +27,43 @@ class LlamaConfig(DecoderConfig):
     ffn: int
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config.
 
         Raises:
-            InvalidRequest: a field is missing, or asks for something that this file does not compute.
+            InvalidRequest: a setting is missing or bad, or asks for something that this file does not compute.
         """
-        refuse(config, "attention_bias", False)
-        refuse(config, "mlp_bias", False)
-        refuse(config, "hidden_act", "silu")
-        refuse(config, "sliding_window", None)
-        defaults = {"rms_norm_eps": 1e-6, "tie_embedding": False, "max_position_embeddings": 2048}
-        return cls.read(config, defaults, ffn=require(config, "intermediate_size"))
+        given = ConfigReader.of(config)
+        given.only("sliding_window", None)
+        return cls.read_llama(given)
+
+    @classmethod
+    def read_llama(cls, given: ConfigReader, defaults: Mapping[str, Any] | None = None, **own: Any) -> Self:
+        """Builds the Config that `own` completes: what every relative of Llama shares is read here."""
+        given.only("attention_bias", False)
+        given.only("mlp_bias", False)
+        given.only("hidden_act", "silu")
+        given.only("rope_interleaved", False)
+        given.only("is_llama_config", True)
+        if given.get("layer_types") is not None:
+            layer_types_of(given, ("full_attention",))
+        llama = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+        return cls.read(given, {**llama, **(defaults or {})}, ffn=given.integer("intermediate_size"), **own)
+
+
+@dataclass(frozen=True, slots=True)
+class MistralConfig(LlamaConfig):
+    """As LlamaConfig; an absent window is one of 4096 tokens, null is none."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a config; raises InvalidRequest as `LlamaConfig.from_hf` does."""
+        given = ConfigReader.of(config)
+        longest = given.integer("max_position_embeddings", default=131_072)
+        window = given.integer("sliding_window", default=None) if "sliding_window" in given else 4096
+        if window is not None and window < longest:
+            given.refuse("sliding_window", window, f"null, or at least max_position_embeddings={longest}")
+        return cls.read_llama(given, {"max_position_embeddings": 131_072})
 
 
 class LlamaLayer(nnx.Module):
@@ -88,3 +114,9 @@ class Llama(Decoder):
     def cache_groups(config: LlamaConfig, placement: Placement) -> tuple[CacheGroup, ...]:
         """One History group that holds every layer's keys and values."""
         return (HistoryGroup("history", (kv_plane(placement, config.layers, config.kv_heads, config.head_dim),)),)
+
+
+class Mistral(Llama):
+    """Llama with other defaults."""
+
+    Config: ClassVar[type[LlamaConfig]] = MistralConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from resin.models.config import fields_of, refuse
+from resin.models.config_reader import ConfigReader
 from resin.models.llama import Llama, LlamaConfig, LlamaLayer
 
 
@@ -15,12 +15,17 @@ class Qwen3Config(LlamaConfig):
     """As LlamaConfig."""
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config; raises InvalidRequest as `LlamaConfig.from_hf` does."""
-        refuse(config, "use_sliding_window", False)
+        return cls.read_qwen3(ConfigReader.of(config), {"head_dim": 128})
+
+    @classmethod
+    def read_qwen3(cls, given: ConfigReader, defaults: Mapping[str, Any] | None = None, **own: Any) -> Self:
+        """Builds the Config that `own` completes: what dense and mixture-of-experts configs share is read here."""
+        given.only("use_sliding_window", False)
         # Published files carry window settings beside use_sliding_window=false; they mean nothing then.
-        llama = LlamaConfig.from_hf({**config, "sliding_window": None})
-        return cls(**fields_of(llama))
+        given.ignore("sliding_window", "max_window_layers")
+        return cls.read_llama(given, {"max_position_embeddings": 32_768, **(defaults or {})}, **own)
 
 
 class Qwen3Layer(LlamaLayer):

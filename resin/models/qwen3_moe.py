@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
-from resin.models.config import fields_of, require
+from resin.models.config import MOST_LAYERS
+from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.experts import ExpertSizes, listed_experts
 from resin.models.qwen3 import Qwen3, Qwen3Config, Qwen3Layer
@@ -25,20 +26,18 @@ class Qwen3MoeConfig(Qwen3Config):
     renormalise: bool
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeConfig:
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config; raises InvalidRequest as `LlamaConfig.from_hf` does."""
-        dense = Qwen3Config.from_hf(config)
-        step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        return cls(
-            **fields_of(dense),
-            experts=ExpertSizes(
-                experts=require(config, "num_experts", "num_local_experts"),
-                top_k=require(config, "num_experts_per_tok"),
-                hidden=dense.hidden,
-                width=require(config, "moe_intermediate_size"),
+        given = ConfigReader.of(config)
+        step, plain = given.integer("decoder_sparse_step", default=1), given.integers("mlp_only_layers") or ()
+        layers = given.integer("num_hidden_layers", high=MOST_LAYERS)
+        return cls.read_qwen3(
+            given,
+            experts=ExpertSizes.read(
+                given, experts=("num_experts", "num_local_experts"), width="moe_intermediate_size"
             ),
-            expert_layers=tuple(index not in plain and (index + 1) % step == 0 for index in range(dense.layers)),
-            renormalise=bool(config.get("norm_topk_prob", False)),
+            expert_layers=tuple(index not in plain and (index + 1) % step == 0 for index in range(layers)),
+            renormalise=given.flag("norm_topk_prob", default=False),
         )
 
 

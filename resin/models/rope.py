@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resin.models.config_reader import ConfigReader
 from resin.plan import InvalidRequest
 
 
@@ -29,16 +30,15 @@ class Rope:
         """Builds a rotation from `rope_parameters` (`rope_theta`, `rope_type` or `type`, and the kind's own fields).
 
         Raises:
-            InvalidRequest: unknown kind, or a field that the kind needs is absent.
+            InvalidRequest: unknown kind, a field that the kind needs is absent, or one that it does not know.
         """
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        build = _KINDS.get(kind)
-        if build is None:
-            raise InvalidRequest("rope_type", kind, f"one of {sorted(_KINDS)}")
-        try:
-            return build(parameters, width)
-        except (KeyError, TypeError) as error:
-            raise InvalidRequest("rope_parameters", dict(parameters), f"every field of kind {kind!r}") from error
+        given = ConfigReader.of(parameters)
+        if width < 2 or width % 2:
+            raise InvalidRequest("head_dim", width, "an even number: a rotation turns pairs")
+        kind = given.choice("rope_type", "type", allowed=_KINDS, default="default")
+        rope = _KINDS[kind](given, width)
+        given.refuse_unread(f"rope_type={kind!r}", ("original_max_position_embeddings", "finetuned"))
+        return rope
 
     def rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 `[T, D/2]`."""
@@ -53,61 +53,66 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def _plain(parameters: Mapping[str, Any], width: int) -> np.ndarray:
-    return float(parameters["rope_theta"]) ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+def _plain(given: ConfigReader, width: int) -> np.ndarray:
+    return given.number("rope_theta", above=1, high=1e12) ** -(np.arange(0, width, 2, dtype=np.float64) / width)
 
 
-def _default(parameters: Mapping[str, Any], width: int) -> Rope:
-    rotated = int(width * float(parameters.get("partial_rotary_factor", 1.0)))
-    if rotated != width:
-        raise InvalidRequest("partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
-    return Rope(tuple(_plain(parameters, width).tolist()))
+def _whole(given: ConfigReader, width: int) -> np.ndarray:
+    """Plain frequencies of a rotation that turns every pair."""
+    given.only("partial_rotary_factor", 1)
+    return _plain(given, width)
 
 
-def _linear(parameters: Mapping[str, Any], width: int) -> Rope:
-    return Rope(tuple((_plain(parameters, width) / float(parameters["factor"])).tolist()))
+def _default(given: ConfigReader, width: int) -> Rope:
+    return Rope(tuple(_whole(given, width).tolist()))
 
 
-def _llama3(parameters: Mapping[str, Any], width: int) -> Rope:
-    plain = _plain(parameters, width)
-    factor, original = float(parameters["factor"]), float(parameters["original_max_position_embeddings"])
-    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+def _linear(given: ConfigReader, width: int) -> Rope:
+    return Rope(tuple((_whole(given, width) / given.number("factor", low=1, high=1e6)).tolist()))
+
+
+def _llama3(given: ConfigReader, width: int) -> Rope:
+    plain = _whole(given, width)
+    factor, original = given.number("factor", low=1, high=1e6), given.integer("original_max_position_embeddings")
+    low = given.number("low_freq_factor", above=0, high=1e6)
+    high = given.number("high_freq_factor", above=low, high=1e6)
     # Turns that a pair makes within the original context: few turns are slowed by the factor, many are left alone.
     turns = original * plain / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return Rope(tuple(((1 - kept) * plain / factor + kept * plain).tolist()))
 
 
-def _yarn(parameters: Mapping[str, Any], width: int) -> Rope:
-    plain = _plain(parameters, width)
-    factor, original = float(parameters["factor"]), float(parameters["original_max_position_embeddings"])
-    theta = float(parameters["rope_theta"])
+def _yarn(given: ConfigReader, width: int) -> Rope:
+    plain = _whole(given, width)
+    factor, original = given.number("factor", low=1, high=1e6), given.integer("original_max_position_embeddings")
+    theta = given.number("rope_theta", above=1, high=1e12)
 
     def edge(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = edge(float(parameters.get("beta_fast") or 32)), edge(float(parameters.get("beta_slow") or 1))
-    if parameters.get("truncate", True):
+    low = edge(given.number("beta_fast", default=32.0, above=0, high=1e6))
+    high = edge(given.number("beta_slow", default=1.0, above=0, high=1e6))
+    if given.flag("truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     slowed = np.clip((np.arange(width // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
-    return Rope(tuple((plain / factor * slowed + plain * (1 - slowed)).tolist()), _yarn_factor(parameters, factor))
+    return Rope(tuple((plain / factor * slowed + plain * (1 - slowed)).tolist()), _yarn_factor(given, factor))
 
 
-def _yarn_factor(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_factor(given: ConfigReader, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return mscale(float(parameters["mscale"])) / mscale(float(parameters["mscale_all_dim"]))
-    return mscale(1.0)
+    explicit = given.number("attention_factor", default=None, above=0, high=1e3)
+    weight, all_weight = (given.number(name, default=0.0, low=0, high=1e3) for name in ("mscale", "mscale_all_dim"))
+    if explicit is not None:
+        return explicit
+    return mscale(weight) / mscale(all_weight) if weight and all_weight else mscale(1.0)
 
 
-def _proportional(parameters: Mapping[str, Any], width: int) -> Rope:
-    turning = int(float(parameters.get("partial_rotary_factor", 1.0)) * width // 2)
-    plain = _plain(parameters, width) / float(parameters.get("factor") or 1.0)
+def _proportional(given: ConfigReader, width: int) -> Rope:
+    turning = int(given.number("partial_rotary_factor", default=1.0, low=0, high=1) * width // 2)
+    plain = _plain(given, width) / given.number("factor", default=1.0, low=1, high=1e6)
     plain[turning:] = 0.0
     return Rope(tuple(plain.tolist()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from resin.models.declare import Declaration, Placement
-from resin.models.families import find_model_class
+from resin.models.families import read_config
 from resin.models.weights import AbstractModel
 from resin.plan import CacheGeometry, CacheGroup, HistoryGroup, StateGroup, plan_geometry
 from resin.plan.cache import entry_bytes
@@ -120,8 +120,8 @@ def summarise(
     Raises:
         InvalidRequest: the config does not describe a model that can be built.
     """
-    model_class, placement = find_model_class(config, model), Placement(dtype)
-    parsed = model_class.Config.from_hf(config)
+    model_class, parsed = read_config(config, model)
+    placement = Placement(dtype)
     abstract = AbstractModel.of(model_class(parsed, placement))
     groups = model_class.cache_groups(parsed, placement)
     geometry = plan_geometry(groups, arena_dtype=cache_dtype or dtype)

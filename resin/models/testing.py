@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from resin.models.declare import Declaration, Placement
-from resin.models.families import find_model_class
+from resin.models.families import read_config
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
 from resin.models.loading.quantised import (
     dequantise_fp8,
@@ -189,8 +189,8 @@ def random_checkpoint(config: Mapping[str, Any], *, model: str | None = None, se
         model: "package.module:Name"; None finds it by `model_type`.
         seed: of the values.
     """
-    model_class = find_model_class(config, model)
-    abstract = AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement()))
+    model_class, parsed = read_config(config, model)
+    abstract = AbstractModel.of(model_class(parsed, Placement()))
     arrays: dict[str, np.ndarray] = {}
     for declaration in abstract.declarations:
         shapes = declaration.assembly.source_shapes(declaration.shape)

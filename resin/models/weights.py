@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -15,20 +15,33 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from resin.models.declare import Declaration, Init, Weight
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError
+from resin.models.loading.checkpoint import Checkpoint, TensorInfo, refuse_misfits
+from resin.models.loading.quantised import packed_parts
 
 Progress = Callable[[str, int, int | None], None]
 """Called with (what, done, total) while something long runs; bytes while weights load."""
 
 
+_PLAIN_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
 @dataclass(frozen=True, slots=True)
 class AbstractModel:
-    """A model without values: its structure and its declarations, in the order of the flat weight tuple."""
+    """A model without values: its structure and its declarations, in the order of the flat weight tuple.
+
+    Attributes:
+        graphdef: the structure.
+        names: paths of the weights.
+        declarations: one a weight.
+        ignored_tensors: checkpoint names, whole or their last parts, that need no home.
+        other_names: names under which a tensor may be stored instead of its own.
+    """
 
     graphdef: Any
     names: tuple[str, ...]
     declarations: tuple[Declaration, ...]
     ignored_tensors: tuple[str, ...]
+    other_names: Mapping[str, str]
 
     @staticmethod
     def of(model: nnx.Module) -> AbstractModel:
@@ -48,7 +61,8 @@ class AbstractModel:
                 )
             names.append(name)
             declarations.append(variable.declaration)
-        return AbstractModel(graphdef, tuple(names), tuple(declarations), tuple(getattr(model, "ignored_tensors", ())))
+        ignored, others = getattr(model, "ignored_tensors", ()), getattr(model, "other_names", {})
+        return AbstractModel(graphdef, tuple(names), tuple(declarations), tuple(ignored), dict(others))
 
     def merge(self, arrays: Sequence[jax.Array]) -> Any:
         """The model with these values; inside a mapped function they are the device's own shares."""
@@ -84,30 +98,50 @@ class AbstractModel:
 
 
 def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
-    """Holds the declarations against the checkpoint's index.
+    """Holds the declarations against the checkpoint's index: names, shapes and dtypes.
 
     Raises:
-        CheckpointError: names every missing, extra and misshapen tensor at once.
+        CheckpointError: says how many tensors do not fit, and names the first of them.
     """
-    held = {name: info.shape for name, info in (*checkpoint.tensors.items(), *checkpoint.quantised.items())}
-    faults: list[str] = []
-    used: set[str] = set()
+    held = {**checkpoint.tensors, **checkpoint.quantised}
+    missing, unfit, used = [], [], set[str]()
     for declaration in model.declarations:
         shapes = declaration.assembly.source_shapes(declaration.shape)
         for name, shape in zip(declaration.sources, shapes, strict=True):
-            used.add(name)
-            if name not in held:
-                faults.append(f"missing {name} {list(shape)}")
-            elif tuple(held[name]) != shape:
-                faults.append(f"misshapen {name} {list(held[name])}, expected {list(shape)}")
-    packed = tuple(name.removesuffix(".weight") for name in used if name in checkpoint.quantised)
-    faults += [
+            stored = _stored_name(model, checkpoint, name)
+            used.add(stored)
+            if stored not in held:
+                missing.append(f"missing {stored} {list(shape)}")
+            elif fault := _fault_of(stored, held[stored], shape, declaration.dtype):
+                unfit.append(fault)
+    for name in checkpoint.quantised:
+        if name in used:
+            used.update(packed_parts(name, checkpoint.tensors))
+    extra = [
         f"extra {name} {list(checkpoint.tensors[name].shape)}"
         for name in sorted(set(checkpoint.tensors) - used)
-        if not name.endswith(model.ignored_tensors) and not name.startswith(packed)
+        if not any(name == ignored or name.endswith(f".{ignored}") for ignored in model.ignored_tensors)
     ]
-    if faults:
-        raise CheckpointError(checkpoint.location, f"{len(faults)} tensors do not fit the model: " + "; ".join(faults))
+    refuse_misfits(checkpoint.location, "tensors", missing, extra, unfit)
+
+
+def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str:
+    other = model.other_names.get(name)
+    if other is None or name in checkpoint.tensors or other not in checkpoint.tensors:
+        return name
+    return other
+
+
+def _fault_of(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str) -> str | None:
+    """What is wrong with a stored (or decoded) tensor that becomes a weight of a dtype."""
+    if tuple(info.shape) != shape:
+        return f"misshapen {name} {list(info.shape)}, expected {list(shape)}"
+    # Packed values are only what they are; numbers are read from floats that need no scale.
+    allowed = (dtype,) if jnp.issubdtype(dtype, jnp.integer) else _PLAIN_FLOATS
+    if info.dtype in allowed:
+        return None
+    reason = " (a scale for it is not stored)" if info.dtype.startswith("float8") else ""
+    return f"{info.dtype} in {name}{reason}, expected {' or '.join(allowed)}"
 
 
 def load_weights(
@@ -123,10 +157,10 @@ def load_weights(
         threads: parallel reads.
 
     Raises:
-        CheckpointError: tensors do not fit (all named at once) or cannot be read.
+        CheckpointError: tensors do not fit or cannot be read.
     """
     check_tensors(model, checkpoint)
-    load = partial(_load_weight, checkpoint, mesh)
+    load = partial(_load_weight, model, checkpoint, mesh)
     arrays: list[jax.Array | None] = [None] * len(model.declarations)
     done = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="resin-load") as pool:
@@ -144,10 +178,11 @@ def load_weights(
     return tuple(array for array in arrays if array is not None)
 
 
-def _load_weight(checkpoint: Checkpoint, mesh: Mesh, declaration: Declaration) -> jax.Array:
+def _load_weight(model: AbstractModel, checkpoint: Checkpoint, mesh: Mesh, declaration: Declaration) -> jax.Array:
     # A fresh array even where nothing changes: device_put on CPU may alias it, and the mapped file can go away.
     host = np.empty(declaration.shape, jax.dtypes.canonicalize_dtype(declaration.dtype))
-    declaration.assembly.fill(host, _Tensors(checkpoint, declaration.sources))
+    names = [_stored_name(model, checkpoint, name) for name in declaration.sources]
+    declaration.assembly.fill(host, _Tensors(checkpoint, names))
     placed = jax.device_put(host, NamedSharding(mesh, PartitionSpec(*declaration.partition)))
     return placed.block_until_ready()
 

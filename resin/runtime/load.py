@@ -11,7 +11,7 @@ import jax
 
 from resin.models.conversion import check_converted, restore_weights
 from resin.models.declare import Placement
-from resin.models.families import find_model_class
+from resin.models.families import read_model
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.loading.converted import ConvertedCheckpoint
 from resin.models.registry import open_checkpoint, resolve
@@ -84,8 +84,7 @@ def build_runner(
     half = options.compile_cache_bytes // 2
     keeps = bool(half) and use_compile_cache(directory, half)
     mesh = build_mesh(options)
-    model_class = find_model_class(checkpoint.config, model)
-    config = model_class.Config.from_hf(checkpoint.config)
+    model_class, config = read_model(checkpoint, model)
     spec = build_spec(model_class, config, options, mesh)
     programs = None
     if half:
@@ -131,7 +130,7 @@ def check_weights(spec: StepSpec, checkpoint: Checkpoint, options: RunnerOptions
 
     Raises:
         InvalidRequest: converted weights of another dtype or number of devices.
-        CheckpointError: names every missing, extra and misshapen tensor at once.
+        CheckpointError: tensors that are missing, extra, misshapen or of a wrong dtype.
     """
     if options.dummy:
         return

@@ -18,7 +18,7 @@ GIVEN = {
     "rms_norm_eps": None,
     "num_key_value_heads": None,
 }
-DEFAULTS = {"norm_eps": 1e-5, "tie_embedding": True, "max_position_embeddings": 64}
+DEFAULTS = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 64}
 
 
 def test_null_is_absent_and_defaults_stand_in() -> None:
@@ -29,7 +29,6 @@ def test_null_is_absent_and_defaults_stand_in() -> None:
 
 def test_the_config_wins_over_defaults_and_a_models_own_reading_over_both() -> None:
     assert not DecoderConfig.read({**GIVEN, "tie_word_embeddings": False}, DEFAULTS).tied
-    assert not DecoderConfig.read({**GIVEN, "tie_embedding": False}, DEFAULTS).tied
     rope = Rope.from_parameters({"rope_theta": 5.0, "original_max_position_embeddings": 64}, 8)
     config = DecoderConfig.read(GIVEN, DEFAULTS, rope=rope, kv_heads=1)
     assert config.rope == rope and config.kv_heads == 1

@@ -10,6 +10,14 @@ from resin.models.config import rope_of
 from resin.models.rope import Rope, rotate
 from resin.plan import InvalidRequest
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -74,7 +82,61 @@ def test_config_spellings_agree() -> None:
     assert rope_of(labelled, 16, "sliding") == rope_of({"rope_theta": 1e4}, 16)
 
 
-@pytest.mark.parametrize("parameters", [{"rope_type": "spiral"}, {"rope_type": "llama3", "rope_theta": 1e4}])
-def test_unknown_or_incomplete_scaling_is_refused(parameters: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="rope"):
-        Rope.from_parameters(parameters, 16)
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"rope_type": "spiral"}, "rope_type"),
+        ({"rope_type": "llama3"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor"),
+        ({"rope_type": "linear", "factor": "4"}, "factor"),
+        ({"rope_type": "linear", "factor": 4.0, "long_factor": [1.0]}, "long_factor"),
+        ({**YARN, "original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        ({**YARN, "truncate": 0}, "truncate"),
+        ({"full_attention": {"rope_theta": 5e5}}, "full_attention"),
+        *(({**rope, "partial_rotary_factor": 0.5}, "partial_rotary_factor") for rope in (YARN, LLAMA3, LINEAR, {})),
+    ],
+)
+def test_a_rotation_is_refused_by_the_field_that_is_wrong(parameters: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Rope.from_parameters({"rope_theta": 1e4, **parameters}, 16)
+    assert caught.value.field == field
+
+
+SCALED = {name: value for name, value in YARN.items() if name != "rope_theta"}
+# Frequencies 1 and 7 of 16 and the factor: what LlamaRotaryEmbedding of transformers 5.24 makes of these settings.
+AS_TRANSFORMERS = [
+    # The older name wins over the newer one, and the length beside it over the one inside.
+    ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e3}, 0.162345409, 0.0121741882, 1),
+    ({"rope_scaling": SCALED, "original_max_position_embeddings": 32}, 0.398325086, 0.00222284929, 1.20794415),
+    ({"rope_scaling": LLAMA3, "original_max_position_embeddings": 32}, 0.376015753, 0.00222284929, 1),
+    (
+        {"rope_parameters": {**LLAMA3, "rope_theta": 3e4}, "original_max_position_embeddings": 256, "rope_theta": 7.0},
+        0.525024951,
+        0.00137457834,
+        1,
+    ),
+    ({"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}, 0.463931590, 0.00222284929, 0.948355852),
+    ({"rope_parameters": {"type": "linear", "factor": 2.0}, "rope_theta": 2e4}, 0.269249946, 0.0065655238, 1),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 0.502090454, 0.00444569858, 1.13862944),
+    (
+        {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 3e4}},
+        0.525024951,
+        0.0109966266,
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "second", "eighth", "factor"), AS_TRANSFORMERS)
+def test_configs_are_read_as_transformers_reads_them(
+    config: dict[str, object], second: float, eighth: float, factor: float
+) -> None:
+    rope = rope_of({"max_position_embeddings": 256, **config}, 32)
+    found = (rope.frequencies[1], rope.frequencies[7], rope.factor)
+    assert found == pytest.approx((second, eighth, factor), rel=1e-6)
+
+
+@pytest.mark.parametrize("width", [0, 1, 7])
+def test_only_pairs_turn(width: int) -> None:
+    with pytest.raises(InvalidRequest, match="head_dim"):
+        Rope.from_parameters({"rope_theta": 1e4}, width)

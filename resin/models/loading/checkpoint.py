@@ -1,10 +1,12 @@
 """What every weight file looks like to the rest of the library: Hugging Face names, shapes and config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from resin.models.config_reader import some
 from resin.plan import ResinError
 
 
@@ -23,6 +25,13 @@ class CheckpointError(ResinError, ValueError):
         self.location = str(location)
         self.tensor = tensor
         self.reason = reason
+
+
+def refuse_misfits(location: object, what: str, *faults: Sequence[str]) -> None:
+    """Raises a CheckpointError that counts what does not fit a model and names the first few of each kind."""
+    mixed = [fault for row in zip_longest(*faults) for fault in row if fault is not None]
+    if mixed:
+        raise CheckpointError(location, f"{len(mixed)} {what} do not fit the model: {some(mixed, '; ')}")
 
 
 class TensorInfo(NamedTuple):

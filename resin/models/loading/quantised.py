@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from resin.models.config_reader import ConfigReader
 from resin.models.loading.checkpoint import TensorInfo
 
 MXFP4_VALUES = 32  # values that share one scale
@@ -20,6 +21,7 @@ E8M0 = np.append(np.ldexp(np.float32(1.0), np.arange(-127, 128)), np.float32(np.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _FP8_SCALE = "_scale_inv"
 _FP8_TYPES = ("float8_e4m3fn", "float8_e5m2")
+_FP8_SCALE_TYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _DEFAULT_FP8_BLOCK = (128, 128)
 
 
@@ -84,6 +86,8 @@ def check_packed(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[s
     """Returns what is wrong with the packed form of a quantised tensor, or None."""
     values, scales = (tensors[part] for part in packed_parts(name, tensors))
     if values.dtype in _FP8_TYPES:
+        if scales.dtype not in _FP8_SCALE_TYPES:
+            return f"scales are {scales.dtype}, expected {' or '.join(_FP8_SCALE_TYPES)}"
         if len(values.shape) != 2 or len(scales.shape) != 2:
             return f"shapes {values.shape} and {scales.shape} are not matrices"
         block = fp8_block(config)
@@ -98,9 +102,15 @@ def check_packed(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[s
 
 
 def fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share one FP8 scale, from `quantization_config` (128 by 128 unless it says otherwise)."""
-    quantisation = config.get("quantization_config")
-    block = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None
-    if isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        return (block[0], block[1])
-    return _DEFAULT_FP8_BLOCK
+    """Rows and columns that share one FP8 scale, from `quantization_config` (128 by 128 unless it says otherwise).
+
+    Raises:
+        InvalidRequest: it says something else than two sizes.
+    """
+    packed = ConfigReader.of(config).section("quantization_config")
+    if packed is None or "weight_block_size" not in packed:
+        return _DEFAULT_FP8_BLOCK
+    block = packed.integers("weight_block_size", low=1)
+    if block is None or len(block) != 2:
+        packed.refuse("weight_block_size", packed["weight_block_size"], "two sizes: one scale a matrix is not read")
+    return (block[0], block[1])
