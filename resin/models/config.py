@@ -35,13 +35,16 @@ HARMLESS = frozenset(
 )
 
 
-def refuse_what_no_decoder_is(given: ConfigReader) -> None:
-    """Refuses settings of transformers that make any family something else than a causal decoder."""
-    given.only("is_causal", True)
-    given.only("is_encoder_decoder", False)
-    given.only("add_cross_attention", False)
-    given.only("use_bidirectional_attention", False)
-    given.only("pruned_heads", {}, [])
+# Settings of transformers that make any family something else than a causal decoder with plain weights.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "compression_config": (None,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({}, []),
+    "quantization": (None,),
+    "use_bidirectional_attention": (False,),
+}
 
 
 def check_quantisation(given: ConfigReader, supported: Sequence[str]) -> None:
@@ -50,8 +53,6 @@ def check_quantisation(given: ConfigReader, supported: Sequence[str]) -> None:
     Raises:
         InvalidRequest: of another method, or with settings that are not understood.
     """
-    given.only("compression_config", None)
-    given.only("quantization", None)
     packed = given.section("quantization_config")
     if packed is None:
         return
@@ -178,7 +179,6 @@ class DecoderConfig:
             InvalidRequest: a setting is missing, of a wrong type, out of its range, or contradicts another.
         """
         given = ConfigReader.of(config)
-        refuse_what_no_decoder_is(given)
         if "norm_eps" not in own:
             own["norm_eps"] = given.number("rms_norm_eps", default=defaults.get("rms_norm_eps", REQUIRED), low=0)
         if "tied" not in own:

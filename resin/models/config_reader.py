@@ -145,13 +145,18 @@ class ConfigReader(Mapping[str, Any]):
         """Counts settings as read that change nothing."""
         self._read.update(names)
 
-    def refuse_unread(self, who: str, harmless: Iterable[str] = ()) -> None:
+    def refuse_unread(
+        self, who: str, harmless: Iterable[str] = (), neutral: Mapping[str, tuple[Any, ...]] | None = None
+    ) -> None:
         """Refuses settings that nobody asked for, unless they are known to be harmless.
 
         Args:
             who: what knows the settings.
-            harmless: names that may be there.
+            harmless: names that may be there with any value.
+            neutral: names that may be there with the values that change nothing.
         """
+        for name in [name for name in neutral or {} if name not in self._read]:
+            self.only(name, *(neutral or {})[name])
         known = self._read.union(harmless)
         unread = [name for name, value in self._values.items() if name not in known and value is not None]
         if unread:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from resin.models.config import HARMLESS, DecoderConfig, check_quantisation
+from resin.models.config import HARMLESS, NEUTRAL, DecoderConfig, check_quantisation
 from resin.models.config_reader import ConfigReader
 from resin.models.context import Context, DenseContext
 from resin.models.declare import Placement
@@ -107,7 +107,7 @@ def read_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Mod
     own: Any = model_class.Config
     check_quantisation(given, getattr(own, "quantised_as", DecoderConfig.quantised_as))
     parsed: ModelConfig = own.from_hf(given)
-    given.refuse_unread(own.__name__, HARMLESS)
+    given.refuse_unread(own.__name__, HARMLESS, NEUTRAL)
     return model_class, parsed
 
 

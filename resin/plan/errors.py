@@ -5,6 +5,12 @@ class ResinError(Exception):
     """Base class of every error that Resin raises on purpose."""
 
 
+def shorten(value: object) -> str:
+    """A value as messages show it."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
 class InvalidRequest(ResinError, ValueError):
     """A request or setting that can never work.
 
@@ -13,10 +19,7 @@ class InvalidRequest(ResinError, ValueError):
     """
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}={shown}: expected {expected}")
+        super().__init__(f"{field}={shorten(value)}: expected {expected}")
         self.field = field
 
     def __reduce__(self) -> tuple[object, ...]:

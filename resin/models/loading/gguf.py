@@ -12,9 +12,9 @@ from gguf.quants import dequantize
 
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
 from resin.models.loading.gguf_config import fit_llama3_rope, translate_gguf_config
-from resin.models.loading.gguf_header import GgufTensor, parse_gguf_header
+from resin.models.loading.gguf_header import GgufTensor
 from resin.models.loading.gguf_names import Change, PackedExperts, PlainExperts, Rule, Stored, name_gguf_tensors
-from resin.models.loading.mapped import map_file
+from resin.models.loading.gguf_split import open_parts
 from resin.models.loading.quantised import MXFP4_VALUES, dequantise_mxfp4, find_quantised, packed_parts
 
 _FLOATS: Mapping[GGMLQuantizationType, np.dtype[Any]] = {
@@ -27,12 +27,11 @@ _MXFP4_BYTES = 17  # one scale, then 16 bytes of two values
 
 
 class GgufCheckpoint:
-    """A GGUF file as a `Checkpoint`. Quantised tensors read as float32, the others as stored."""
+    """A GGUF file, or one in parts, as a `Checkpoint`. Quantised tensors read as float32, the others as stored."""
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
-        self._data: np.ndarray | None = map_file(path)
-        self._header = parse_gguf_header(self._data, self.location)
+        self._parts, self._header = open_parts(path)
         for tensor in self._header.tensors.values():
             if tensor.type.name in _UNSUPPORTED:
                 raise CheckpointError(self.location, f"type {tensor.type.name} is not supported", tensor.name)
@@ -66,18 +65,27 @@ class GgufCheckpoint:
         return dequantise_mxfp4(self.read(blocks), self.read(scales))
 
     def close(self) -> None:
-        self._data = None
+        self._parts = []
 
     def _translate_config(self) -> dict[str, Any]:
         config = translate_gguf_config(self._header)
         freqs = self._header.tensors.get("rope_freqs.weight")
-        if freqs is not None and config["model_type"] == "llama":
-            theta = config["rope_parameters"]["rope_theta"]
-            try:
-                config["rope_parameters"] = fit_llama3_rope(self._floats(self._bytes(freqs), freqs), theta)
-            except ValueError as error:
-                raise CheckpointError(self.location, str(error), freqs.name) from error
-        return config
+        if freqs is None:
+            return config
+        divisors = self._floats(self._bytes(freqs), freqs)
+        if divisors.shape != (config["head_dim"] // 2,):
+            raise CheckpointError(
+                self.location, f"shape {freqs.shape} is not one divisor a pair of head_dim", freqs.name
+            )
+        if (divisors == 1).all():
+            return config
+        rope = config["rope_parameters"]
+        if config["model_type"] != "llama" or rope["rope_type"] != "default":
+            raise CheckpointError(self.location, "is read in a llama model without rope.scaling alone", freqs.name)
+        try:
+            return {**config, "rope_parameters": fit_llama3_rope(divisors, rope["rope_theta"])}
+        except ValueError as error:
+            raise CheckpointError(self.location, str(error), freqs.name) from error
 
     def _info(self, rule: Rule) -> TensorInfo:
         tensors = self._header.tensors
@@ -118,9 +126,9 @@ class GgufCheckpoint:
 
     def _bytes(self, tensor: GgufTensor, expert: int | None = None) -> np.ndarray:
         """Stored bytes, uint8 `[..., rows, row bytes]`: rows are independent in every format."""
-        if self._data is None:
+        if not self._parts:
             raise CheckpointError(self.location, "the checkpoint is closed", tensor.name)
-        stored = self._data[tensor.start : tensor.start + tensor.size_bytes]
+        stored = self._parts[tensor.part][tensor.start : tensor.start + tensor.size_bytes]
         rows = stored.reshape(*tensor.shape[:-1], -1)
         return rows if expert is None else rows[expert]
 

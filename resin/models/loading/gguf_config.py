@@ -1,60 +1,94 @@
 """GGUF metadata -> the settings that a Hugging Face `config.json` of the same model holds."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
+from resin.models.config_reader import ConfigReader
 from resin.models.loading.checkpoint import CheckpointError
 from resin.models.loading.gguf_header import GgufHeader
+from resin.plan.errors import shorten
 
 Config = dict[str, Any]
 
+# What these settings of any architecture must be, where a file has them: with other values the model is another one.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "activation_sparsity_scale": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_gating_func": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_norm": (False,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "router_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+}
+# What says nothing about the computation.
+_HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size")
+# Numbers under expert_gating_func.
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 
-class _Metadata:
-    """Typed access to the keys of one architecture."""
+
+class _Metadata(ConfigReader):
+    """The keys of one architecture, read without its name in front."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
         self.architecture = str(header.metadata.get("general.architecture"))
+        prefix = f"{self.architecture}."
+        own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+        super().__init__(own, fault=self._fault_of, path=prefix)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.header.metadata.get(f"{self.architecture}.{key}", default)
+    def _fault_of(self, key: str, value: object, expected: str) -> CheckpointError:
+        shown = "is missing" if value is None else f"is {shorten(value)}"
+        return CheckpointError(self.header.location, f"metadata {key} {shown}, expected {expected}")
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self._refuse(key, value, "a finite number")
-        return float(value)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._refuse(key, value, "a whole number")
-        return int(value)
-
-    def _refuse(self, key: str, value: Any, expected: str) -> NoReturn:
-        found = "is missing" if value is None else f"is {value!r}, expected {expected}"
-        raise CheckpointError(self.header.location, f"metadata {self.architecture}.{key} {found}")
-
-    def integers(self, key: str, count: int) -> list[int]:
-        """One integer a layer, whether stored once or as a list."""
-        value = self.get(key)
-        values = value if isinstance(value, list) else [value] * count
-        if len(values) != count or not all(isinstance(item, int) and item >= 0 for item in values):
-            raise CheckpointError(
-                self.header.location,
-                f"metadata {self.architecture}.{key} is not one integer for each of {count} layers",
-            )
+    def per_layer(self, key: str, layers: int) -> tuple[int, ...]:
+        """One number a layer, whether stored once or as a list."""
+        if not isinstance(self.get(key), list):
+            return (self.integer(key, low=0),) * layers
+        values = self.integers(key) or ()
+        if len(values) != layers:
+            self.refuse(key, list(values), f"one whole number for each of block_count={layers} layers")
         return values
+
+    def same(self, key: str, layers: int) -> int:
+        """The number that every layer has."""
+        values = set(self.per_layer(key, layers))
+        if len(values) != 1 or 0 in values:
+            self.refuse(key, self[key], "one whole number above 0, the same for every layer")
+        return values.pop()
 
 
 def translate_gguf_config(header: GgufHeader) -> Config:
     """Returns a Hugging Face style config for the model in a GGUF file.
 
     Raises:
-        CheckpointError: the architecture is not supported, or a key that it needs is absent or malformed.
+        CheckpointError: the architecture is not supported, or one of its keys is absent, malformed, unknown, or asks
+            for something that is not computed.
     """
     metadata = _Metadata(header)
     special = _ARCHITECTURES.get(metadata.architecture)
@@ -63,8 +97,12 @@ def translate_gguf_config(header: GgufHeader) -> Config:
         raise CheckpointError(
             header.location, f"architecture {metadata.architecture!r} is not supported (supported: {known})"
         )
+    kind = header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(header.location, f"metadata general.type is {kind!r}, expected 'model'")
     config = _common(metadata)
     special(metadata, config)
+    metadata.refuse_unread(f"architecture {metadata.architecture!r}", _HARMLESS, _NEUTRAL)
     return config
 
 
@@ -73,30 +111,27 @@ def _common(metadata: _Metadata) -> Config:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(header.location, "is missing or not a matrix", "token_embd.weight")
-    layers = metadata.integer("block_count")
     # A layer has several tensors: a damaged count is found before lists of that length are made.
-    if not 0 < layers <= len(header.tensors):
-        raise CheckpointError(header.location, f"metadata {metadata.architecture}.block_count is {layers}")
-    heads = max(metadata.integers("attention.head_count", layers), default=0)
-    if heads == 0:
-        raise CheckpointError(header.location, f"metadata {metadata.architecture}.attention.head_count is 0")
+    layers = metadata.integer("block_count", high=max(len(header.tensors), 1))
+    heads = metadata.same("attention.head_count", layers)
     hidden = metadata.integer("embedding_length")
-    has_kv_heads = metadata.get("attention.head_count_kv") is not None
+    head_dim = metadata.integer("attention.key_length", default=max(hidden // heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        metadata.only(key, head_dim)
     config: Config = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": max(metadata.integers("feed_forward_length", layers))
-        if metadata.get("feed_forward_length") is not None
-        else 0,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(metadata.integers("attention.head_count_kv", layers)) if has_kv_heads else heads,
-        "head_dim": metadata.integer("attention.key_length", hidden // heads),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": _kv_heads(metadata, layers, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", low=0),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": _rope_parameters(metadata),
     }
+    if metadata.get("feed_forward_length") is not None:
+        config["intermediate_size"] = metadata.same("feed_forward_length", layers)
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     for gguf_name, name in names.items():
         value = header.metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
@@ -105,19 +140,45 @@ def _common(metadata: _Metadata) -> Config:
     return config
 
 
+def _kv_heads(metadata: _Metadata, layers: int, heads: int) -> int:
+    if metadata.get("attention.head_count_kv") is None:
+        return heads
+    # LFM2 says 0 for its convolutions.
+    counts = set(metadata.per_layer("attention.head_count_kv", layers)) - {0}
+    if len(counts) > 1:
+        metadata.refuse("attention.head_count_kv", metadata["attention.head_count_kv"], "the same for every layer")
+    return counts.pop() if counts else heads
+
+
 def _rope_parameters(metadata: _Metadata) -> Config:
-    rope: Config = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
-    kind = metadata.get("rope.scaling.type", "none")
-    if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
-    elif kind != "none":
-        raise CheckpointError(metadata.header.location, f"rope scaling {kind!r} is not supported (linear, yarn)")
-    if kind == "yarn":
-        rope |= {
-            "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
-            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
-        }
+    """As llama.cpp reads it: a factor without a type is linear, and files of 2023 have it under an older name."""
+    theta = metadata.number("rope.freq_base", default=10000.0, above=1)
+    factors = [metadata.number(key, default=0.0, low=0) for key in ("rope.scaling.factor", "rope.scale_linear")]
+    factor = factors[0] or factors[1]
+    kind = metadata.choice("rope.scaling.type", allowed=("none", "linear", "yarn"), default="linear")
+    if kind != "yarn":
+        metadata.only("rope.scaling.attn_factor", 1)
+        if kind == "linear" and factor not in (0, 1):
+            return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+        return {"rope_type": "default", "rope_theta": theta}
+    if factor == 0:
+        metadata.refuse(
+            "rope.scaling.factor", metadata.get("rope.scaling.factor"), "a number above 0, as rope.scaling.type is yarn"
+        )
+    rope: Config = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": metadata.integer(
+            "rope.scaling.original_context_length", default=metadata.integer("context_length")
+        ),
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", default=32.0, above=0),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", default=1.0, above=0),
+    }
+    attention = metadata.number("rope.scaling.attn_factor", default=1.0, above=0)
+    if attention != 1:
+        # It multiplies what follows from the factor.
+        rope["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
     return rope
 
 
@@ -165,25 +226,27 @@ def fit_llama3_rope(divisors: np.ndarray, theta: float, original_positions: int 
 
 def _llama(metadata: _Metadata, config: Config) -> None:
     config |= {"model_type": "llama", "hidden_act": "silu"}
-    if metadata.get("expert_count", 0):
-        raise CheckpointError(metadata.header.location, "llama with experts (Mixtral) is not supported")
 
 
 def _qwen3(metadata: _Metadata, config: Config) -> None:
     config |= {"model_type": "qwen3", "hidden_act": "silu"}
 
 
-def _qwen3moe(metadata: _Metadata, config: Config) -> None:
-    config |= {
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
+def _experts(metadata: _Metadata, gating: int) -> Config:
+    """What mixtures of experts share: llama.cpp scores by the architecture, a file may only agree."""
+    metadata.only("expert_gating_func", 0, gating)
+    return {
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "norm_topk_prob": metadata.flag("expert_weights_norm", default=True),
     }
+
+
+def _qwen3moe(metadata: _Metadata, config: Config) -> None:
+    config |= {"model_type": "qwen3_moe", "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    config |= _experts(metadata, _SOFTMAX)
+    config.setdefault("intermediate_size", config["moe_intermediate_size"])  # no layer is without experts
 
 
 # Gemma 3 27B scales its queries by hidden/heads instead of the head size, and no key says so: the layer count does.
@@ -192,30 +255,41 @@ _GEMMA3_PATTERN_LAYERS = 6
 
 
 def _gemma3(metadata: _Metadata, config: Config) -> None:
-    layers, rope = config["num_hidden_layers"], config["rope_parameters"]
+    layers, rope, head_dim = config["num_hidden_layers"], config["rope_parameters"], config["head_dim"]
     is_27b = layers == _GEMMA3_27B_LAYERS
-    local_theta = metadata.number("rope.freq_base_swa", 10000.0)
+    local_theta = metadata.number("rope.freq_base_swa", default=10000.0, above=1)
+    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        metadata.only(key, head_dim)
+    softcap = metadata.number("final_logit_softcapping", default=0.0, low=0)
     config |= {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if is_27b
-        else config["head_dim"],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
         "sliding_window": metadata.integer("attention.sliding_window"),
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % _GEMMA3_PATTERN_LAYERS else "full_attention" for layer in range(layers)
-        ],
+        "layer_types": _layer_types(metadata, layers, _GEMMA3_PATTERN_LAYERS),
         "rope_parameters": {
             "full_attention": rope,
             "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
         },
-        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "final_logit_softcapping": softcap or None,
         "attn_logit_softcapping": None,
     }
 
 
+def _layer_types(metadata: _Metadata, layers: int, period: int) -> list[str]:
+    """Every `period`-th layer sees everything, unless a list says which layers have a window."""
+    key = "attention.sliding_window_pattern"
+    given = metadata.get(key)
+    if isinstance(given, list):
+        if len(given) != layers or not all(item in (0, 1) for item in given):
+            metadata.refuse(key, given, f"true or false for each of block_count={layers} layers")
+        return ["sliding_attention" if item else "full_attention" for item in given]
+    period = metadata.integer(key, default=period)
+    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
+
+
 def _lfm2(metadata: _Metadata, config: Config) -> None:
-    kv_heads = metadata.integers("attention.head_count_kv", config["num_hidden_layers"])
+    kv_heads = metadata.per_layer("attention.head_count_kv", config["num_hidden_layers"])
     config |= {
         "model_type": "lfm2",
         "norm_eps": config.pop("rms_norm_eps"),
@@ -228,28 +302,26 @@ def _lfm2(metadata: _Metadata, config: Config) -> None:
 
 def _lfm2moe(metadata: _Metadata, config: Config) -> None:
     _lfm2(metadata, config)
+    config |= _experts(metadata, _SIGMOID)
     config |= {
         "model_type": "lfm2_moe",
-        "num_dense_layers": metadata.integer("leading_dense_block_count"),
-        "num_experts": metadata.integer("expert_count"),
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
-        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "norm_topk_prob": True,
+        "num_dense_layers": metadata.integer("leading_dense_block_count", low=0),
         "use_expert_bias": any(".exp_probs_b" in name for name in metadata.header.tensors),
-        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", default=0.0, low=0) or 1.0,
     }
 
 
 def _gpt_oss(metadata: _Metadata, config: Config) -> None:
-    layers = config["num_hidden_layers"]
-    config["rope_parameters"]["truncate"] = False
+    metadata.only("expert_gating_func", 0, _SOFTMAX_OF_CHOSEN)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False
     config |= {
         "model_type": "gpt_oss",
         "intermediate_size": metadata.integer("expert_feed_forward_length"),
         "num_local_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "sliding_window": metadata.integer("attention.sliding_window"),
-        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
+        "layer_types": _layer_types(metadata, config["num_hidden_layers"], 2),
         "attention_bias": True,
         "swiglu_limit": 7.0,
     }

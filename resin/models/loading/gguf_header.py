@@ -44,6 +44,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     start: int  # first byte in the file
     size_bytes: int
+    part: int = 0  # of a file in parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def parse_gguf_header(data: np.ndarray, location: str) -> GgufHeader:
         metadata[key] = cursor.value(f"metadata {key!r}")
     records = [_tensor_record(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise CheckpointError(location, f"general.alignment={alignment!r} is not a power of two")
     data_start = -(-cursor.position // alignment) * alignment
     return GgufHeader(location, metadata, _place_tensors(records, data_start, alignment, len(data), location))

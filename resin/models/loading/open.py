@@ -14,7 +14,7 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
 
     Args:
         path: a Hugging Face or a converted directory, a `.safetensors` file with `config.json` beside it, or a
-            `.gguf` file.
+            `.gguf` file (the first part of one in parts).
 
     Raises:
         CheckpointError: nothing there, a damaged file, or a form that is not supported.

@@ -266,10 +266,16 @@ def test_faults_name_file_tensor_and_reason(tmp_path: Path) -> None:
         (lambda file: file.metadata.pop("llama.block_count"), "llama.block_count is missing"),
         (lambda file: file.metadata.update({"llama.block_count": "two"}), "llama.block_count is 'two'"),
         (lambda file: file.metadata.update({"llama.attention.head_count": 0}), "head_count is 0"),
-        (lambda file: file.metadata.update({"llama.attention.head_count_kv": [1]}), "not one integer for each of 2"),
+        (
+            lambda file: file.metadata.update({"llama.attention.head_count_kv": [1]}),
+            "for each of block_count=2 layers",
+        ),
         (lambda file: file.metadata.update({"llama.attention.head_count": 5}), "64 rows do not divide into 5 heads"),
-        (lambda file: file.metadata.update({"llama.rope.scaling.type": "longrope"}), "rope scaling 'longrope'"),
-        (lambda file: file.metadata.update({"llama.expert_count": 8}), "experts (Mixtral) is not supported"),
+        (
+            lambda file: file.metadata.update({"llama.rope.scaling.type": "longrope"}),
+            "scaling.type is 'longrope', expected one of",
+        ),
+        (lambda file: file.metadata.update({"llama.expert_count": 8}), "llama.expert_count is 8, expected 0"),
         (lambda file: file.metadata.update({"general.alignment": 48}), "general.alignment=48 is not a power of two"),
     ],
 )
