@@ -28,7 +28,8 @@ def run_client(url: str, streams: int, tokens: int) -> dict[str, Any]:
     """Opens all streams and reads them to their ends. What arrived is parsed afterwards, so that reading keeps pace."""
     place = urlsplit(url)
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": tokens, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     gc.disable()  # the parts pile up, and walking through them again and again would take the client's core
     sockets: dict[int, tuple[socket.socket, list[tuple[float, bytes]]]] = {}
     poll = select.epoll()

@@ -54,7 +54,6 @@ class Job:
     prompt_ids: Sequence[int]
     params: SamplingParams
     receiver: Receiver
-    expires_at_s: float  # time.monotonic()
     cache_salt: str = ""
     priority: float = 0.0
     request: Request | None = None  # set by the actor on admission
@@ -85,6 +84,7 @@ class EngineActor:
         queue_capacity: int,
         max_active: int,
         admissions_per_step: int,
+        stall_timeout_s: float,
         wake: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
@@ -98,6 +98,8 @@ class EngineActor:
         self._capacity = queue_capacity
         self._max_active = max_active
         self._admissions_per_step = admissions_per_step
+        self._stall_timeout_s = stall_timeout_s
+        self._stepped_at_s = time.monotonic()  # when the thread last had nothing or something new to do
         self._wake = wake
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -109,6 +111,20 @@ class EngineActor:
     def queued(self) -> int:
         """Jobs that wait for admission."""
         return len(self._queue)
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the engine's current step has taken so far; 0 while nothing is active."""
+        return time.monotonic() - self._stepped_at_s if self.active else 0.0
+
+    @property
+    def is_stalled(self) -> bool:
+        """True once a step takes longer than `stall_timeout_s`."""
+        return self.step_age_s > self._stall_timeout_s
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def start(self) -> None:
         self.engine.before_wait = self._announce
@@ -130,10 +146,11 @@ class EngineActor:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Ends a job wherever it is; one that has ended is left alone."""
+        """Ends a job wherever it is; one that has ended is left alone. Nobody hears of one that still waited."""
         with self._changed:
-            self._cancelled.append(job)
-            self._changed.notify()
+            if self._queue.pop(id(job), None) is None:
+                self._cancelled.append(job)
+                self._changed.notify()
 
     def close_intake(self) -> None:
         """Refuses further jobs; those in the queue still run."""
@@ -141,13 +158,11 @@ class EngineActor:
             self._accepts = False
 
     def stop(self) -> None:
-        """Ends everything after the current step and waits for the thread."""
+        """Ends everything after the current step, and then the thread."""
         with self._changed:
             self._accepts = False
             self._stops = True
             self._changed.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -159,6 +174,7 @@ class EngineActor:
         rejected = 0
         while True:
             self._wait_for_work()
+            self._stepped_at_s = time.monotonic()
             if self._stops:
                 break
             self._cancel_jobs()
@@ -200,35 +216,21 @@ class EngineActor:
     def _cancel_jobs(self) -> None:
         while self._cancelled:
             job = self._cancelled.popleft()
-            if job.request is not None:
+            if job.request is not None:  # else the engine did not take it
                 self.engine.cancel(job.request)
-                continue
-            with self._changed:
-                waited = self._queue.pop(id(job), None)
-            if waited is not None:
-                self._reject(job, FinishReason.CANCELLED)
 
     def _admit(self) -> None:
-        room = min(self._admissions_per_step, self._max_active - self.active)
-        now = time.monotonic()
-        while self._queue:
+        for _ in range(min(self._admissions_per_step, self._max_active - self.active)):
             with self._changed:
-                key, job = next(iter(self._queue.items()))
-                is_late = job.expires_at_s <= now
-                if room <= 0 and not is_late:
+                if not self._queue:
                     return
-                del self._queue[key]
-                self.active += not is_late  # at no moment is it in neither count
-            if is_late:
-                self._reject(job, FinishReason.DEADLINE)
-                continue
-            room -= 1
+                job = self._queue.pop(next(iter(self._queue)))
+                self.active += 1  # at no moment is it in neither count
             try:
                 job.request = self.engine.submit(
                     job.prompt_ids,
                     sampling_params=job.params,
                     priority=job.priority,
-                    deadline_s=job.expires_at_s - now,
                     cache_salt=job.cache_salt,
                 )
             except InvalidRequest as error:

@@ -22,6 +22,7 @@ from serve.endpoints.responses import create_response, delete_response, get_resp
 from serve.endpoints.status import get_health, get_metrics, get_model, list_models
 from serve.endpoints.tokens import detokenize, tokenize
 from serve.errors import ApiError, anthropic_body, failed, openai_body
+from serve.origins import OriginPolicy
 from serve.replies import json_response
 from serve.service import SERVICE, Service, service_of
 
@@ -31,16 +32,19 @@ _LOG = logging.getLogger("resin.serve")
 _ACCESS = logging.getLogger("resin.access")
 REQUEST_ID = web.RequestKey("request_id", str)
 _GIVEN_ID = re.compile(r"[\w.:\-]{1,128}")
-_OPEN_PATHS = ("/", "/health", "/metrics")
+_OPEN_PATHS = ("/", "/health")
+_POLICY: web.AppKey[OriginPolicy] = web.AppKey("origins", OriginPolicy)
 
 
 def build_app(service: Service) -> web.Application:
     """The application that answers for a service."""
     app = web.Application(
-        middlewares=[_observe, _answer_errors, _authorise], client_max_size=service.config.max_body_bytes
+        middlewares=[_observe, _answer_errors, _check_origin, _authorise],
+        client_max_size=service.config.max_body_bytes,
     )
     app[SERVICE] = service
-    app.on_response_prepare.append(_add_request_id)
+    app[_POLICY] = OriginPolicy(service.config)
+    app.on_response_prepare.append(_add_headers)
     app.router.add_post("/v1/chat/completions", create_chat_completion)
     app.router.add_post("/v1/completions", create_completion)
     app.router.add_post("/v1/responses", create_response)
@@ -99,10 +103,11 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         )
 
 
-async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler: the id goes into the headers of streams as well."""
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: what the headers of every answer hold, streams included."""
     if REQUEST_ID in request:
         response.headers["x-request-id"] = request[REQUEST_ID]
+    response.headers.update(request.app[_POLICY].headers_for(request))
 
 
 @web.middleware
@@ -131,12 +136,24 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
 
 
 @web.middleware
+async def _check_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
+    policy = request.app[_POLICY]
+    policy.check(request)
+    return policy.preflight(request) or await handler(request)
+
+
+@web.middleware
 async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
     keys = service_of(request).config.api_keys
     is_open = request.path in _OPEN_PATHS or request.path.startswith("/page/")
     if keys and not is_open:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        if not any(hmac.compare_digest(_raw(given), _raw(key)) for key in keys):
             raise ApiError(401, "a valid API key is needed", kind="authentication_error", code="invalid_api_key")
     return await handler(request)
+
+
+def _raw(header: str) -> bytes:
+    """The bytes that came over the wire, UTF-8 or not."""
+    return header.encode("utf-8", "surrogateescape")

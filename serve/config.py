@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
 
 from resin.plan import InvalidRequest
 
@@ -14,7 +15,11 @@ class ServerConfig:
     Attributes:
         host: address to listen on; loopback unless told otherwise.
         port: TCP port; 0 lets the system choose.
-        api_keys: if any, requests under /v1 need one of them as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+        api_keys: if any, requests for anything but the chat page and `/health` need one of them as
+            `Authorization: Bearer KEY` or `x-api-key: KEY`.
+        allowed_hosts: names beside loopback ones under which clients may reach a keyless server on a loopback address;
+            with any given, every server checks.
+        allowed_origins: origins (`https://host:port`) whose pages may use the server.
         request_queue_capacity: choices that wait for admission; one more is answered with 429.
         max_active_sessions: choices that the engine holds at once; the next one waits in the queue.
         admissions_per_step: choices handed to the engine before each step.
@@ -26,7 +31,10 @@ class ServerConfig:
             the context length.
         max_choices: most choices (`n`) of one request.
         request_timeout_s: a request that takes longer ends with an error.
+        client_timeout_s: how long a client may take to send a request's headers, and then its body, and how long it may
+            take nothing of what is sent to it; an idle connection is closed as late.
         retry_after_s: what a 429 tells the client.
+        stall_timeout_s: a step that takes longer makes `/health` answer 503.
         drain_timeout_s: how long a shutdown waits for running requests.
         stored_responses: Responses kept for `previous_response_id`; the oldest go first.
         stored_response_bytes: bytes that they may take together.
@@ -35,6 +43,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     request_queue_capacity: int = 1024
     max_active_sessions: int = 128
     admissions_per_step: int = 4
@@ -44,7 +54,9 @@ class ServerConfig:
     max_output_tokens: int | None = None
     max_choices: int = 16
     request_timeout_s: float = 600.0
+    client_timeout_s: float = 60.0
     retry_after_s: int = 1
+    stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     stored_responses: int = 1024
     stored_response_bytes: int = 64 << 20
@@ -52,14 +64,23 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidRequest("port", self.port, "0 to 65535")
-        for name in (field.name for field in fields(self) if field.name not in ("host", "port", "api_keys")):
-            value = getattr(self, name)
+        for name, value in self._limits().items():
             if value is not None and not value > 0:
                 raise InvalidRequest(name, value, "more than 0")
         if any(not key for key in self.api_keys):
             raise InvalidRequest("api_keys", "", "keys that are not empty")
+        for host in self.allowed_hosts:
+            if not host or not set(host).isdisjoint(":/ "):
+                raise InvalidRequest("allowed_hosts", host, "names without scheme and port")
+        for origin in self.allowed_origins:
+            parts = urlsplit(origin)
+            if not parts.scheme or not parts.netloc or parts.path:
+                raise InvalidRequest("allowed_origins", origin, "origins such as https://host:port")
 
     def limits(self) -> dict[str, float]:
-        """The numeric limits by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "port"}
-        return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        """The numeric limits by name, but for those that are left open."""
+        return {name: float(value) for name, value in self._limits().items() if value is not None}
+
+    def _limits(self) -> dict[str, float | None]:
+        others = ("host", "port", "api_keys", "allowed_hosts", "allowed_origins")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}

@@ -7,6 +7,7 @@ engine has nothing to do but wait for its runner, and is over before long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
 from resin import FinishReason
@@ -49,7 +50,8 @@ class Delivery:
         """Called by the actor on its own thread when something is in the outbox and the interpreter is free."""
         if not self._is_woken:
             self._is_woken = True
-            self._loop.call_soon_threadsafe(self._on_wake)
+            with contextlib.suppress(RuntimeError):  # the loop closed: the server did not wait for a step that hung
+                self._loop.call_soon_threadsafe(self._on_wake)
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every job that the engine left without an ending."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,6 +10,7 @@ from aiohttp import web
 
 from serve.errors import ApiError, invalid
 from serve.schemas.body import decode_body
+from serve.service import service_of
 from serve.session import Session
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -20,16 +22,32 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
     """The typed body.
 
     Raises:
-        ApiError: 400 naming the field, 413 if the body is too large.
+        ApiError: 400 naming the field, 408 if the body is slow to come, 413 if it is too large, 415 if it is not said
+            to be JSON.
     """
     rank = request.headers.get(RANK_HEADER)
     if rank is not None and rank.strip() != "0":
         raise invalid(RANK_HEADER, f"{RANK_HEADER}: expected 0, the only replica, got {rank!r}")
+    if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        given = request.headers.get("Content-Type", "")
+        message = f"content-type: expected application/json in UTF-8, got {given!r}"
+        raise ApiError(415, message, param="content-type", code="unsupported_media_type")
+    return decode_body(await _read(request), kind)
+
+
+async def _read(request: web.Request) -> bytes:
+    limit_s = service_of(request).config.client_timeout_s
     try:
-        data = await request.read()
+        async with asyncio.timeout(limit_s):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body took longer than {limit_s:g} s", kind="timeout_error", code="slow_body"
+        ) from None
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError(413, f"the body is too large: {error.text}", code="body_too_large") from error
-    return decode_body(data, kind)
+    except web.RequestPayloadError as error:  # chunks or compression gone wrong
+        raise invalid(None, "the body is damaged: its chunks or its compression do not hold") from error
 
 
 def json_response(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

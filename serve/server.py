@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import ipaddress
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from resin import Engine, EngineFailed
+from resin import Engine, EngineFailed, InvalidRequest
 from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import Recipe, Tokenizer
 from serve.actor import EngineActor
@@ -21,16 +21,33 @@ from serve.app import build_app
 from serve.config import ServerConfig
 from serve.delivery import Delivery
 from serve.http_metrics import HttpMetrics
+from serve.listener import Listener
+from serve.origins import is_loopback
 from serve.service import Service
+from serve.watch import Watch
 
 _LOG = logging.getLogger("resin.serve")
+_HTTP_LOG = logging.getLogger("resin.http")
+
+STOP_LIMIT_S = 10.0
+"""How long the step that runs when all is over may take; the engine is left behind then."""
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+class EngineHangs(EngineFailed):
+    """The engine's thread is still inside a step: nothing can be cleaned up behind it."""
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """What is wrong with a client's bytes is one line, and no traceback of this process."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        reason = [*str(error).splitlines(), type(error).__name__]
+        record.msg, record.args, record.exc_info = "malformed request: %s", (" ".join(reason),), None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True
+
+
+_HTTP_LOG.addFilter(_shorten)
 
 
 class HttpServer:
@@ -48,6 +65,7 @@ class HttpServer:
         request_queue_capacity: see ServerConfig.
         stream_interval: see ServerConfig.
         config: everything else; the two arguments above override it.
+        listener: the sockets; None binds those of the config when it serves.
     """
 
     def __init__(
@@ -61,6 +79,7 @@ class HttpServer:
         request_queue_capacity: int | None = None,
         stream_interval: int | None = None,
         config: ServerConfig | None = None,
+        listener: Listener | None = None,
     ) -> None:
         config = config or ServerConfig()
         self.config = dataclasses.replace(
@@ -70,6 +89,7 @@ class HttpServer:
         )
         self.model = model
         self.port = self.config.port
+        self._listener = listener
         self._engine = engine
         self._recipe = recipe
         self._tokenizer = tokenizer if tokenizer is not None else getattr(engine.runner, "tokenizer", None)
@@ -81,6 +101,7 @@ class HttpServer:
         self._stops_early = False
         self._failure: BaseException | None = None
         self._service: Service | None = None
+        self._runner: web.AppRunner | None = None
         self.app: web.Application | None = None  # the running server's application
 
     @property
@@ -95,6 +116,12 @@ class HttpServer:
         assert self._service is not None, "the server is not running"
         return self._service
 
+    @property
+    def connections(self) -> int:
+        """How many clients are connected."""
+        server = self._runner.server if self._runner is not None else None
+        return len(server.connections) if server is not None else 0
+
     def serve(self, on_ready: Callable[[], None] | None = None) -> None:
         """Runs the server in this thread until `shutdown`, SIGTERM or SIGINT (in the main thread), or a failure.
 
@@ -103,7 +130,7 @@ class HttpServer:
 
         Raises:
             EngineFailed: the engine broke; the listener is closed and every client has been told.
-            OSError: the address cannot be listened on.
+            InvalidRequest: the address cannot be listened on.
         """
         try:
             asyncio.run(self._serve(on_ready))
@@ -111,7 +138,8 @@ class HttpServer:
             self._finished.set()
             self._ready.set()
         if self._failure is not None:
-            raise EngineFailed(f"the server stopped: {self._failure}") from self._failure
+            kind = type(self._failure) if isinstance(self._failure, EngineHangs) else EngineFailed
+            raise kind(f"the server stopped: {self._failure}") from self._failure
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Waits until the socket accepts connections; False if it does not (or no longer) do so."""
@@ -139,33 +167,54 @@ class HttpServer:
         actor = self._build_actor(delivery)
         service = self._service = self._build_service(actor)
         self.app = build_app(service)
-        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = self._runner = web.AppRunner(
+            self.app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self.config.client_timeout_s,  # runs while headers are on their way, too
+            logger=_HTTP_LOG,
+        )
         await runner.setup()
-        site = web.TCPSite(runner, self.config.host, self.config.port, backlog=1024)
-        await site.start()
-        self.port = runner.addresses[0][1]
+        sites = await self._listen(runner)
         actor.start()
+        assert runner.server is not None
+        watch = asyncio.create_task(Watch(runner.server, actor, self.config).run())
         with self._signals():
             self._ready.set()
             _LOG.info("serving %s at %s", self.model, self.url)
-            if not self.config.api_keys and not _is_loopback(self.config.host):
+            if not self.config.api_keys and not is_loopback(self.config.host):
                 _LOG.warning("no API key is set: whoever reaches %s can use the model", self.config.host)
             if on_ready is not None:
                 on_ready()
             await self._stop.wait()
         service.is_draining = True
-        await site.stop()
+        for site in sites:
+            await site.stop()
         if self._failure is None:
             await self._drain(actor)
-        else:
+        await self._stop_engine(actor)
+        if self._failure is not None:
             delivery.fail_all(self._failure)
-        await asyncio.to_thread(actor.stop)
         delivery.deliver()
+        watch.cancel()
         await runner.cleanup()
         if self._failure is None:
             _LOG.info("stopped")
         else:
             _LOG.critical("stopped: the engine failed: %s", self._failure)
+
+    async def _listen(self, runner: web.AppRunner) -> list[web.SockSite]:
+        listener = self._listener or Listener(self.config.host, self.config.port)
+        self.port = listener.port
+        sites = [web.SockSite(runner, bound, backlog=1024) for bound in listener.sockets]
+        try:
+            for site in sites:
+                await site.start()
+        except OSError as error:  # another server was faster to listen
+            listener.close()
+            raise InvalidRequest("port", self.port, f"a port that is free on {self.config.host}") from error
+        return sites
 
     def _build_actor(self, delivery: Delivery) -> EngineActor:
         assert self._loop is not None
@@ -173,13 +222,15 @@ class HttpServer:
 
         def on_failure(error: BaseException) -> None:
             self._failure = error
-            loop.call_soon_threadsafe(self._request_stop)
+            with contextlib.suppress(RuntimeError):  # the loop closed, without waiting for the step that failed
+                loop.call_soon_threadsafe(self._request_stop)
 
         actor = EngineActor(
             self._engine,
             queue_capacity=self.config.request_queue_capacity,
             max_active=self.config.max_active_sessions,
             admissions_per_step=self.config.admissions_per_step,
+            stall_timeout_s=self.config.stall_timeout_s,
             wake=delivery.wake,
             on_failure=on_failure,
         )
@@ -190,6 +241,8 @@ class HttpServer:
         metrics = HttpMetrics()
         metrics.set_limits(self.config.limits())
         metrics.watch("resin_http_queue_depth", "Choices that wait for admission.", lambda: actor.queued)
+        metrics.watch("resin_http_connections", "Clients that are connected.", lambda: self.connections)
+        metrics.watch("resin_http_step_age_seconds", "How long the current step has taken.", lambda: actor.step_age_s)
         metrics.watch("resin_http_active_sessions", "Choices that the engine holds.", lambda: actor.active)
         return Service(
             self._engine,
@@ -209,6 +262,15 @@ class HttpServer:
         while (actor.active or actor.queued) and asyncio.get_running_loop().time() < deadline and self._failure is None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)
+
+    async def _stop_engine(self, actor: EngineActor) -> None:
+        """Waits for the end of the current step, but not for ever."""
+        actor.stop()
+        deadline = asyncio.get_running_loop().time() + STOP_LIMIT_S
+        while actor.is_alive and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        if actor.is_alive:
+            self._failure = EngineHangs(f"the engine's last step has not returned for {actor.step_age_s:.0f} s")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from resin import FinishReason, SamplingParams
@@ -55,8 +54,8 @@ class Session:
         """`on_slow` is called once, when more than `buffer_events` steps wait for a socket that does not drain."""
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
-        self.started_s = time.monotonic()
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
+        self._expires_at_s = asyncio.get_running_loop().time() + timeout_s
         self._stream_interval = stream_interval
         self._buffer_events = buffer_events
         self._running = 0  # choices whose ending has not been handed out
@@ -76,7 +75,7 @@ class Session:
     def job_for(self, choice: Choice, prompt_ids: Sequence[int], params: SamplingParams, cache_salt: str) -> Job:
         """The engine job whose tokens the choice receives."""
         self.prompt_tokens = len(prompt_ids)
-        choice.job = Job(prompt_ids, params, choice, self.started_s + self.timeout_s, cache_salt)
+        choice.job = Job(prompt_ids, params, choice, cache_salt)
         return choice.job
 
     def on_news(self, choice: Choice) -> bool:
@@ -99,6 +98,14 @@ class Session:
         Raises:
             ApiError: the engine did not take the request, failed, stopped, or ran out of time.
         """
+        try:
+            # On the loop, so that time runs out whatever the engine does.
+            async with asyncio.timeout_at(self._expires_at_s):
+                await self._deliver(take, drain)
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+
+    async def _deliver(self, take: Take, drain: Callable[[], Awaitable[None]] | None) -> None:
         while self._running:
             self._take = take
             self._handler = asyncio.get_running_loop().create_future()
@@ -152,8 +159,6 @@ class Session:
             self._waiting_steps = 0
 
     def _check_ending(self, choice: Choice, ending: Ending) -> None:
-        if ending is Ending.DEADLINE:
-            raise timed_out(self.timeout_s)
         if ending is Ending.CANCELLED:
             raise unavailable("the server is shutting down")
         if ending is Ending.ERROR:

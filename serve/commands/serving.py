@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from dataclasses import fields
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in _LIMITS},
     )
     loaded = load_model(args)
-    from serve.server import HttpServer
+    from serve.server import EngineHangs, HttpServer
 
     server = HttpServer(
         loaded.engine,
@@ -66,5 +67,11 @@ def run(args: argparse.Namespace) -> int:
         sampling=loaded.sampling,
         config=config,
     )
-    server.serve(on_ready=lambda: print(f"{server.model} is ready at {server.url}", file=sys.stderr))
+    try:
+        server.serve(on_ready=lambda: print(f"{server.model} is ready at {server.url}", file=sys.stderr))
+    except EngineHangs as error:
+        # An orderly exit would wait for the step that hangs.
+        print(f"resin: {error}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(1)
     return 0

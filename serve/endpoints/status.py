@@ -36,11 +36,12 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def get_health(request: web.Request) -> web.Response:
-    """200 while requests are taken, 503 once the server drains."""
+    """200 while requests are taken and served, 503 while the server drains or its engine makes no step."""
     service = service_of(request)
     room = service.engine.context_length - 1
+    status = "draining" if service.is_draining else "stalled" if service.actor.is_stalled else "ok"
     state = {
-        "status": "draining" if service.is_draining else "ok",
+        "status": status,
         "model": service.model,
         "replicas": 1,
         "context_length": service.engine.context_length,
@@ -51,7 +52,7 @@ async def get_health(request: web.Request) -> web.Response:
         "active_sessions": service.actor.active,
         "queued": service.actor.queued,
     }
-    return json_response(state, status=503 if service.is_draining else 200)
+    return json_response(state, status=200 if status == "ok" else 503)
 
 
 async def get_metrics(request: web.Request) -> web.Response:

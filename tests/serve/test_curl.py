@@ -23,15 +23,13 @@ async def curl(*arguments: str) -> str:
 
 async def test_chat(server: HttpServer) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "[words]"}]})
-    answer = json.loads(await curl(f"{server.url}/v1/chat/completions", "-d", body))
+    answer = json.loads(await curl(f"{server.url}/v1/chat/completions", "--json", body))
     assert answer["choices"][0]["message"]["content"] == WORDS
 
 
 async def test_stream(server: HttpServer) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "[words]"}], "stream": True})
-    output = await curl(
-        "-D", "-", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body
-    )
+    output = await curl("-D", "-", f"{server.url}/v1/chat/completions", "--json", body)
     head, _, events = output.partition("\r\n\r\n")
     assert "content-type: text/event-stream" in head.lower()
     lines = [line for line in events.splitlines() if line]

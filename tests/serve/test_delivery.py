@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ class Rounds:
         self.loop = StillLoop()
         self.flushed: list[tuple[int, list[int]]] = []
         self._requests = tuple(cast(Request, SimpleNamespace(id=number)) for number in range(3))
-        jobs = {number: Job((1,), SamplingParams(), Recorder(self, number), 0.0) for number in range(3)}
+        jobs = {number: Job((1,), SamplingParams(), Recorder(self, number)) for number in range(3)}
         self._actor = SimpleNamespace(outbox=deque(), jobs=jobs, waited_s=waited_s)
         self._delivery = Delivery(cast(asyncio.AbstractEventLoop, self.loop))
         self._delivery.attach(cast(EngineActor, self._actor))
@@ -146,11 +145,12 @@ def test_the_actor_gives_its_sign_only_when_nothing_but_the_runner_has_work() ->
         queue_capacity=1,
         max_active=1,
         admissions_per_step=1,
+        stall_timeout_s=60,
         wake=wake,
         on_failure=lambda error: None,
     )
     receiver = Recorder(Rounds(0.0), 0)
-    actor.submit([Job([1, 2], SamplingParams(max_output_tokens=3), receiver, time.monotonic() + 60)])
+    actor.submit([Job([1, 2], SamplingParams(max_output_tokens=3), receiver)])
     actor.start()
     assert all(woken.acquire(timeout=5) for _ in range(3))
     actor.stop()

@@ -23,6 +23,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 async def post(server: HttpServer, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | (headers or {})
     async with (
         aiohttp.ClientSession() as session,
         session.post(server.url + path, data=data, headers=headers) as response,

@@ -148,9 +148,8 @@ async def test_disconnects_in_the_middle_of_streams(server: HttpServer, count: i
             body["input"] = "Tell me a story about a fox."
         data = json.dumps(body | ({"prompt": "A story"} if "prompt" in body else {})).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()
         if number % 3:  # before the first token, at once after it, or later

@@ -163,7 +163,8 @@ async def test_a_client_that_does_not_read_is_cancelled_and_others_are_not() -> 
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(("127.0.0.1", server.port))
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(payload)}\r\n\r\n"
             slow.sendall(head.encode() + payload)
             async with connected(server) as post:
                 assert await _status(post, body(max_tokens=20)) == 200

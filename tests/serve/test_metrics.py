@@ -10,7 +10,7 @@ from tests.serve.scripted_runner import ScriptedRunner
 from tests.serve.test_invalid_requests import MESSAGES, post
 from tests.serve.test_limits_and_faults import metrics
 
-NO_LIMITS = {"host", "port", "api_keys"}
+NO_LIMITS = {"host", "port", "api_keys", "allowed_hosts", "allowed_origins"}
 
 
 async def test_every_limit_is_a_gauge_with_its_value() -> None:

@@ -36,7 +36,8 @@ def test_a_signal_drains_and_exits_cleanly(number: int) -> None:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
-        with urllib.request.urlopen(f"{url}/v1/chat/completions", body, timeout=10) as response:
+        request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as response:
             first = response.readline()
             process.send_signal(number)
             rest = response.read()
