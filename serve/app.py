@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 
 from aiohttp import web
 from aiohttp.hdrs import METH_ALL
@@ -92,6 +93,7 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         _ACCESS.info(
             json.dumps(
                 {
+                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
                     "request_id": request_id,
                     "remote": request.remote,
                     "method": request.method,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import queue
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -34,8 +36,8 @@ class Done:
 
 
 def read_done(output: Path) -> Done:
-    """The results in a file; a last line that was cut short is removed from it."""
-    if not output.exists():
+    """The results in a file; a last line that was cut short is removed from it. A pipe keeps none."""
+    if not output.is_file():
         return Done()
     ids: set[str | int] = set()
     lines: set[int] = set()
@@ -59,6 +61,46 @@ def read_done(output: Path) -> Done:
     return Done(frozenset(ids), frozenset(lines))
 
 
+class InputLines:
+    """The numbered lines of a file that are not blank.
+
+    Those of a pipe (`is_live`) are read by a thread, so that requests go on while the next line is on its way.
+    """
+
+    READ_AHEAD = 64
+
+    def __init__(self, file: IO[bytes], *, is_live: bool) -> None:
+        self.is_exhausted = False
+        self._lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        self._arrived: queue.Queue[tuple[int, bytes] | Exception | None] | None = None
+        if is_live:
+            self._arrived = queue.Queue(self.READ_AHEAD)
+            threading.Thread(target=self._read, args=(self._arrived,), daemon=True).start()
+
+    def take(self, *, wait: bool) -> tuple[int, bytes] | None:
+        """The next line; None at the end, and without `wait` also while there is none yet."""
+        if self._arrived is None:
+            entry = next(self._lines, None)
+        else:
+            try:
+                arrived = self._arrived.get(block=wait)
+            except queue.Empty:
+                return None
+            if isinstance(arrived, Exception):
+                raise arrived
+            entry = arrived
+        self.is_exhausted = entry is None
+        return entry
+
+    def _read(self, arrived: queue.Queue[tuple[int, bytes] | Exception | None]) -> None:
+        try:
+            for entry in self._lines:
+                arrived.put(entry)
+            arrived.put(None)
+        except Exception as error:  # it is the taker's
+            arrived.put(error)
+
+
 @dataclass(slots=True)
 class _Running:
     id: str | int
@@ -77,11 +119,11 @@ class OfflineRun:
         self._at_once = at_once
         self._running: dict[int, _Running] = {}
 
-    def run(self, lines: Iterator[tuple[int, bytes]], done: Done, write: Callable[[dict[str, Any]], None]) -> None:
+    def run(self, lines: InputLines, done: Done, write: Callable[[dict[str, Any]], None]) -> None:
         """Generates for every line that is not done, and calls `write` with each result.
 
         Args:
-            lines: (line number, JSON) pairs.
+            lines: the requests, JSON.
             done: what to leave out.
             write: gets results in the order in which they are complete.
 
@@ -89,16 +131,15 @@ class OfflineRun:
             EngineFailed: the engine broke; what was written stays good.
         """
         seen: set[str | int] = set()
-        is_exhausted = False
-        while not is_exhausted or self._running:
-            while not is_exhausted and len(self._running) < self._at_once:
-                entry = next(lines, None)
-                if entry is None:
-                    is_exhausted = True
-                elif (error := self._admit(*entry, done, seen)) is not None:
+        while not lines.is_exhausted or self._running:
+            while len(self._running) < self._at_once and (entry := self._next(lines)) is not None:
+                if (error := self._admit(*entry, done, seen)) is not None:
                     write(error)
             if self._running:
                 self._step(write)
+
+    def _next(self, lines: InputLines) -> tuple[int, bytes] | None:
+        return None if lines.is_exhausted else lines.take(wait=not self._running)
 
     def _admit(self, number: int, line: bytes, done: Done, seen: set[str | int]) -> dict[str, Any] | None:
         """Submits a line; returns its result at once if it is at fault."""

@@ -33,7 +33,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_model_arguments(parser, max_sequences=16)
     add_sampling_arguments(parser)
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument(
+        "--input", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line; may be a pipe"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="results; appended to")
     parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="for lines that do not say; default %(default)s"
@@ -43,15 +45,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if any line was at fault, which its own result says."""
-    from serve.offline import OfflineRun, read_done
+    from serve.offline import InputLines, OfflineRun, read_done
 
-    with args.input.open("rb") as file:
-        total = sum(1 for line in file if line.strip())
     done = read_done(args.output)
     counts = {"written": 0, "faulty": 0, "tokens": 0}
     skipped = len(done.ids) + len(done.lines)
     # Opened before the model: whether results can be written is found at once.
     with contextlib.ExitStack() as stack:
+        file = stack.enter_context(args.input.open("rb"))
+        is_live = not args.input.is_file()  # a pipe can be read but once, and its end may be far
+        total = None if is_live else _count(file)
         output = stack.enter_context(_appending(args.output))
         loaded = load_model(args)
         stack.enter_context(loaded.engine)
@@ -67,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
         # Twice what runs at once keeps the engine's own queue from running dry.
         offline = OfflineRun(loaded, default_max_tokens=args.max_tokens, at_once=2 * args.max_sequences)
-        with args.input.open("rb") as file:
-            offline.run(_numbered(file), done, write)
+        offline.run(InputLines(file, is_live=is_live), done, write)
         faults = f", {counts['faulty']} of them errors" if counts["faulty"] else ""
         bar.close(f"{counts['written']} results{faults}, {counts['tokens']} tokens, {skipped} done before")
     return 1 if counts["faulty"] else 0
@@ -86,5 +88,8 @@ def _appending(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:
-    return ((number, line) for number, line in enumerate(file, 1) if line.strip())
+def _count(file: IO[bytes]) -> int:
+    """How many requests a file holds; it is at its beginning then, as it was."""
+    count = sum(1 for line in file if line.strip())
+    file.seek(0)
+    return count

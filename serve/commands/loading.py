@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from resin.models.registry import advised_sampling, open_checkpoint, resolve
 from resin.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from resin.plan import InvalidRequest
-from resin.recipes import Recipe, find_recipe, get_native_recipe
+from resin.recipes import NATIVE_RECIPES, Recipe, find_recipe, get_native_recipe
 from resin.recipes.tokenizer import ChatTokenizer
 from serve.commands.options import chosen_sampling, runner_options
 from serve.progress import ProgressBar
@@ -51,6 +51,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
     Raises:
         ResinError: whatever the user can put right.
     """
+    check_recipe(args.recipe)
     source = resolve(args.source)
     SamplingDefaults().overridden(**chosen_sampling(args))  # mistakes are found before anything is fetched
     with ProgressBar("fetching") as bar:
@@ -106,6 +107,14 @@ def _describe(runner: ModelRunner, engine: Engine, *, has_prefix_cache: bool) ->
 def _served_name(source: str) -> str:
     path = Path(source)
     return path.stem if path.suffix == ".gguf" else path.name if path.is_dir() else source
+
+
+def check_recipe(name: str | None) -> None:
+    """Raises InvalidRequest for a recipe that no model has, or that cannot be imported."""
+    if name is not None and ":" in name:
+        import_object("recipe", name)
+    elif name is not None and name not in NATIVE_RECIPES:
+        raise InvalidRequest("recipe", name, f"one of {', '.join(NATIVE_RECIPES)}, or package.module:Name")
 
 
 def _find_recipe(name: str | None, model_type: str, tokenizer: ChatTokenizer) -> Recipe | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +23,7 @@ from resin.models.registry import advised_sampling
 from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import get_native_recipe
 from serve.cli import main
-from serve.commands import chat, generate
+from serve.commands import chat, generate, loading, serving
 from serve.commands.loading import LoadedModel
 from serve.commands.options import chosen_sampling
 from tests.serve.conftest import CALL, WORDS
@@ -142,6 +145,37 @@ def test_generate_batches(runner: ScriptedRunner, tmp_path: Path) -> None:
     assert generate_with(tmp_path) == 0
     assert len(read_results(tmp_path / "out.jsonl")) == 32
     assert runner.steps < 32 * 50 / 8
+
+
+def test_generate_reads_a_pipe_as_its_lines_come(runner: ScriptedRunner, tmp_path: Path) -> None:
+    # Whoever writes waits for each result before the next request, so nothing may wait for the end of the input.
+    pipe, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    os.mkfifo(pipe)
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(generate_with(tmp_path)))
+    thread.start()
+    with pipe.open("w") as writer:
+        for count in range(1, 4):
+            print(json.dumps({"id": count, "prompt": "x"}) + "\n", file=writer, flush=True)
+            deadline = time.monotonic() + 20
+            while not (output.exists() and output.read_bytes().count(b"\n") == count):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        print("{oops", file=writer)
+    thread.join(20)
+    assert statuses == [1]
+    assert [result["id"] for result in map(json.loads, output.read_text().splitlines())] == [1, 2, 3, None]
+
+
+def test_generate_writes_to_a_pipe(runner: ScriptedRunner, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", *({"id": i, "prompt": "x"} for i in range(3)))
+    os.mkfifo(tmp_path / "out.jsonl")
+    received: list[str] = []
+    thread = threading.Thread(target=lambda: received.append((tmp_path / "out.jsonl").read_text()))
+    thread.start()
+    assert generate_with(tmp_path) == 0
+    thread.join(10)
+    assert {json.loads(line)["id"] for line in received[0].splitlines()} == {0, 1, 2}
 
 
 def test_generate_names_a_missing_input(
@@ -288,6 +322,21 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     version = f"resin {metadata.version('resin')} (jax {metadata.version('jax')}, Python "
     assert capsys.readouterr().out.startswith(version)
+
+
+@pytest.mark.parametrize(
+    "command", [["chat"], ["serve", "--port", "0"], ["generate", "--input", "IN", "--output", "OUT"]]
+)
+@pytest.mark.parametrize("recipe", ["nosuch", "no.such.module:Recipe", "json:NoSuchName"])
+def test_a_wrong_recipe_is_found_before_anything_is_fetched(
+    command: list[str], recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loading, "resolve", None)
+    monkeypatch.setattr(serving, "_set_up_logs", lambda *, is_quiet: None)
+    (tmp_path / "in").touch()
+    places = {"IN": str(tmp_path / "in"), "OUT": str(tmp_path / "out")}
+    assert main([*(places.get(word, word) for word in command), "--recipe", recipe]) == 1
+    assert capsys.readouterr().err.startswith(f"resin: recipe={recipe!r}: expected")
 
 
 def test_help_needs_no_jax() -> None:

@@ -151,7 +151,7 @@ def hang():
 runner.before_step = hang
 recipe = get_native_recipe("qwen3", TOKENIZER)
 serving.load_model = lambda args: LoadedModel("scripted", Engine(runner), TOKENIZER, recipe, SamplingDefaults())
-sys.exit(cli.main(["serve", "--port", "0", "--drain-timeout-s", "0.2", "--quiet"]))
+sys.exit(cli.main(["serve", "--port", "0", "--drain-timeout-s", "0.2"]))
 """
 
 
@@ -168,6 +168,8 @@ def test_sigterm_ends_the_command_although_the_runner_hangs() -> None:
             assert url, "the server did not start"
         asyncio.run(_ask_and_leave(url.split()[-1]))
         assert process.stdout.readline() == "hangs\n"
+        entry = json.loads(process.stdout.readline())  # the access log, and nothing else, stands on standard output
+        assert (entry["path"], entry["status"]) == ("/v1/chat/completions", 499) and entry["time"].endswith("+00:00")
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=10)
