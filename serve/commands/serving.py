@@ -48,14 +48,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="NAME",
-        help="another name under which clients reach this server, such as a proxy's; may be given again",
+        help="another name under which clients reach this server, such as a proxy's; may be given again; default none",
     )
     group.add_argument(
         "--allowed-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="https://host:port whose pages may use this server; may be given again",
+        help="https://host:port whose pages may use this server; may be given again; default none",
     )
     defaults = {field.name: field.default for field in fields(ServerConfig)}
     for name, meaning in _LIMITS.items():
@@ -71,7 +71,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    _set_up_logs(is_quiet=args.quiet)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # Resin's own alone: JAX tells at this level of every platform that a machine lacks.
+    logging.getLogger("resin").setLevel(logging.INFO)
     key = API_KEY.read()
     config = ServerConfig(
         host=args.host,
@@ -86,10 +88,7 @@ def run(args: argparse.Namespace) -> int:
         return _serve(args, config, listener)
 
 
-def _set_up_logs(*, is_quiet: bool) -> None:
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # Resin's own alone: JAX tells at this level of every platform that a machine lacks.
-    logging.getLogger("resin").setLevel(logging.INFO)
+def _open_access_log(*, is_quiet: bool) -> None:
     access = logging.getLogger("resin.access")
     access.propagate = False  # nothing but JSON on this stream
     access.addHandler(logging.NullHandler() if is_quiet else logging.StreamHandler(sys.stdout))
@@ -108,6 +107,7 @@ def _serve(args: argparse.Namespace, config: ServerConfig, listener: Listener) -
         config=config,
         listener=listener,
     )
+    _open_access_log(is_quiet=args.quiet)
     try:
         server.serve(on_ready=lambda: print(f"{server.model} is ready at {server.url}", file=sys.stderr))
     except EngineHangs as error:

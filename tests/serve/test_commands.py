@@ -23,7 +23,7 @@ from resin.models.registry import advised_sampling
 from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import get_native_recipe
 from serve.cli import main
-from serve.commands import chat, generate, loading, serving
+from serve.commands import chat, generate, loading
 from serve.commands.loading import LoadedModel
 from serve.commands.options import chosen_sampling
 from tests.serve.conftest import CALL, WORDS
@@ -332,7 +332,6 @@ def test_a_wrong_recipe_is_found_before_anything_is_fetched(
     command: list[str], recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loading, "resolve", None)
-    monkeypatch.setattr(serving, "_set_up_logs", lambda *, is_quiet: None)
     (tmp_path / "in").touch()
     places = {"IN": str(tmp_path / "in"), "OUT": str(tmp_path / "out")}
     assert main([*(places.get(word, word) for word in command), "--recipe", recipe]) == 1

@@ -90,7 +90,6 @@ def test_the_command_finds_mistakes_before_it_loads(
     arguments: list[str], field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serving, "load_model", None)
-    monkeypatch.setattr(serving, "_set_up_logs", lambda *, is_quiet: None)
     assert main(["serve", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"resin: {field}=")
 
@@ -99,7 +98,6 @@ def test_the_command_finds_a_taken_port_before_it_loads(
     taken_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serving, "load_model", None)
-    monkeypatch.setattr(serving, "_set_up_logs", lambda *, is_quiet: None)
     assert main(["serve", "--port", str(taken_port)]) == 1
     assert capsys.readouterr().err == f"resin: port={taken_port}: expected a port that is free on 127.0.0.1\n"
 
