@@ -303,6 +303,8 @@ class Engine:
             self.metrics.on_tokens(plan, committed, now)
         for request, reason in committed.finished:
             self._finish(request, reason)
+        for request, error in committed.failed:
+            self._finish(request, FinishReason.ERROR, error)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from resin import (
     HistoryGroup,
     Phase,
     Plane,
+    RowFault,
     RowFlag,
     RunnerConfig,
     StateGroup,
@@ -121,6 +122,7 @@ class PagedFake:
     Attributes:
         fail: maps a stage ("accept", "dispatch", "collect", "forward") to an exception to raise at the next call.
         check: called with every plan before it runs.
+        faults: a request's id -> (tokens of its sequence, the RowFault that it gets in place of the next one).
     """
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -128,6 +130,7 @@ class PagedFake:
         self.fail: dict[str, BaseException] = {}
         self.plans: list[BatchPlan] = []
         self.check: Callable[[BatchPlan], None] = lambda plan: None
+        self.faults: dict[int, tuple[int, RowFault]] = {}
         self.slots = np.full(config.max_sequences + 1, _POISON, np.int64)
 
     def bind(self, arena: ArenaSpec) -> None:
@@ -161,10 +164,12 @@ class PagedFake:
         for row in range(plan.num_sequences):
             value = self._row_value(plan, row, tokens)
             if plan.row_flags[row] & RowFlag.EMIT:
-                emitted.append(value % VOCAB)
+                at, fault = self.faults.get(plan.request_ids[row], (-1, None))
+                emitted.append(value % VOCAB if fault is None or plan.seq_lens[row] < at else int(fault))
                 self.slots[plan.slots[row]] = value % VOCAB
             indptr.append(len(emitted))
-        return ForwardOutput(np.asarray(emitted, np.uint32), np.asarray(indptr, np.uint32))
+        dtype = np.int32 if self.faults else np.uint32
+        return ForwardOutput(np.asarray(emitted, dtype), np.asarray(indptr, np.uint32))
 
     def _check_padding(self, plan: BatchPlan) -> None:
         assert not plan.buffer.flags.writeable and not plan.token_ids.flags.writeable

@@ -12,7 +12,8 @@ Two kernels:
    falls inside them.
 
 A cut that does not fit 128 spans (top_k above 128, a nucleus wider than the spans, many equal logits) is reported by
-token -1, for the caller's general path. The logits are read once: 64 rows of 200k tokens take 12 us of bandwidth.
+GENERAL, for the caller's general path, and a row without a finite largest logit by a RowFault. The logits are read
+once: 64 rows of 200k tokens take 12 us of bandwidth.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.tiles import NOWHERE
+from resin.plan import RowFault
 
 SPAN_TOKENS = 64
 SURVEY_SPANS = 32  # spans a survey program
 KEPT_SPANS = 128  # 8192 tokens: 16 a thread of the choose kernel
 SIGN = -(2**31)
+GENERAL = -3  # in place of a token: the row needs the general path
+MOST = float(jnp.finfo(jnp.float32).max)
 
 
 class Draw(NamedTuple):
@@ -56,7 +60,7 @@ def sample_tokens(logits: jax.Array, draw: Draw, *, interpret: bool = False) -> 
         interpret: run the kernel bodies in Pallas' interpreter.
 
     Returns:
-        int32 `[B]`; -1 where the row needs the general path.
+        int32 `[B]`; GENERAL where the row needs the general path, a RowFault where nothing can be chosen.
     """
     # Pallas Triton mislowers `where` of weakly typed scalars, which a column made from Python numbers has.
     floats = ("temperature", "top_p", "min_p")
@@ -133,7 +137,7 @@ def _survey_kernel(
     @pl.when(cuts_ref[row] != 0)
     def _():
         top_ref[row, chunk] = top
-        mass_ref[row, chunk] = _total(jnp.exp(values - jnp.maximum(top, -1e30)))
+        mass_ref[row, chunk] = _total(jnp.exp(values - jnp.where(top == -jnp.inf, jnp.float32(0), top)))
 
     @pl.when(cuts_ref[row] == 0)
     def _():
@@ -144,9 +148,21 @@ def _survey_kernel(
 
 
 def _scaled(logits_ref, temperature, row, ids, spec: _Spec):
-    """Logits over the temperature (greedy rows: as they are), -inf past the vocabulary."""
+    """Logits over the temperature (greedy rows: as they are), -inf past the vocabulary, +inf for NaN."""
     values = plgpu.load(logits_ref.at[row, ids], mask=ids < spec.vocab, other=-jnp.inf)
-    return values / jnp.where(temperature > 0, temperature, 1.0)
+    return tempered(values, jnp.where(temperature > 0, temperature, 1.0))
+
+
+def tempered(values, temperature):
+    """Values over temperatures, those that were finite still so; +inf for NaN, which no maximum overlooks then."""
+    values = jnp.where(values != values, jnp.inf, values)
+    return jnp.where(jnp.abs(values) == jnp.inf, values, jnp.clip(values / temperature, -MOST, MOST))
+
+
+def with_fault(token, top):
+    """The token of a row whose largest value is `top`, or why it has none."""
+    token = jnp.where(top == jnp.inf, jnp.int32(RowFault.NOT_FINITE), token)
+    return jnp.where(top == -jnp.inf, jnp.int32(RowFault.NO_TOKEN), token)
 
 
 def _first_best(values, ids):
@@ -172,7 +188,8 @@ def _choose_kernel(
     def _():
         best = plgpu.load(best_ref.at[row, chunk], mask=live, other=-jnp.inf)
         token = plgpu.load(chunk_token_ref.at[row, chunk], mask=live, other=NOWHERE)
-        token_ref[row] = jnp.min(jnp.where(best == jnp.max(best), token, NOWHERE))
+        top = jnp.max(best)
+        token_ref[row] = with_fault(jnp.min(jnp.where(best == top, token, NOWHERE)), top)
 
     @pl.when(cuts_ref[row] != 0)
     def _():
@@ -204,7 +221,7 @@ def _choose_kernel(
         complete |= _mass_below(floor, top) < min_p_ref[row]
         _, token = _first_best(jnp.where(inside, values + gumbel(keys_ref[row], ids), -jnp.inf), ids)
         exact = complete & (count <= KEPT_SPANS) & (top_k <= KEPT_SPANS)
-        token_ref[row] = jnp.where(exact, token, -1)
+        token_ref[row] = with_fault(jnp.where(exact, token, jnp.int32(GENERAL)), top)
 
 
 def _mass_below(floor, top):
@@ -293,10 +310,11 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def sample_tokens_ref(logits: jax.Array, draw: Draw) -> jax.Array:
-    """The same in plain XLA with a sort; never -1. Arguments and result as in `sample_tokens`."""
+    """The same in plain XLA with a sort; never GENERAL. Arguments and result as in `sample_tokens`."""
     vocab = logits.shape[1]
     sampled = draw.temperature > 0
-    values = logits / jnp.where(sampled, draw.temperature, 1.0)[:, None]
+    values = tempered(logits, jnp.where(sampled, draw.temperature, 1.0)[:, None])
+    top = values.max(axis=1)
     ids = jnp.argsort(-values, axis=1, stable=True).astype(jnp.int32)
     values = jnp.take_along_axis(values, ids, axis=1)
     rank = jnp.arange(vocab, dtype=jnp.int32)[None, :]
@@ -308,4 +326,4 @@ def sample_tokens_ref(logits: jax.Array, draw: Draw) -> jax.Array:
     noise = gumbel(row_keys(draw.seed_low, draw.seed_high, draw.positions)[:, None], ids)
     noisy = jnp.where(kept, values + noise, -jnp.inf)
     best = jnp.min(jnp.where(noisy == noisy.max(1, keepdims=True), ids, vocab), axis=1)
-    return jnp.where(sampled, best, ids[:, 0])
+    return with_fault(jnp.where(sampled, best, ids[:, 0]), top)

@@ -1,7 +1,7 @@
 """The rows that `sampling.sample_tokens` gives back: any cut of any width, by searching over the whole vocabulary.
 
-One program a row; it leaves at once unless the row holds -1. Otherwise each cut is found bit by bit on integers that
-order as the floats do, every bit one pass over the row's V logits: about 130 passes, in steps where such a row is
+One program a row; it leaves at once unless the row holds GENERAL. Otherwise each cut is found bit by bit on integers
+that order as the floats do, every bit one pass over the row's V logits: about 130 passes, in steps where such a row is
 present and in no others. Order and ties as in `sampling`.
 """
 
@@ -16,23 +16,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.sampling import SIGN, Draw, gumbel, ordered, row_keys
+from resin.pallas_kernels.sampling import GENERAL, SIGN, Draw, gumbel, ordered, row_keys, tempered
 from resin.pallas_kernels.tiles import NOWHERE
 
 TILE_TOKENS = 4096  # 32 a thread of 4 warps
 
 
 def finish_tokens(tokens: jax.Array, logits: jax.Array, draw: Draw, *, interpret: bool = False) -> jax.Array:
-    """Replaces every -1 by the row's token.
+    """Replaces every GENERAL by the row's token.
 
     Args:
-        tokens: int32 `[B]`, as `sample_tokens` returns them.
+        tokens: int32 `[B]`, as `sample_tokens` returns them: rows with a fault keep it.
         logits: float32 `[B, V]`.
         draw: how each row is drawn.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
-        int32 `[B]`, none negative.
+        int32 `[B]`, none GENERAL.
     """
     rows, vocab = logits.shape
     keys = row_keys(draw.seed_low, draw.seed_high, draw.positions)
@@ -52,14 +52,14 @@ def _general_kernel(
     row = pl.program_id(0)
     out_ref[row] = tokens_ref[row]
 
-    @pl.when(tokens_ref[row] < 0)
+    @pl.when(tokens_ref[row] == GENERAL)
     def _():
         temperature, top_k = temperature_ref[row], top_k_ref[row]
         scale = jnp.where(temperature > 0, temperature, 1.0)
 
         def tile(index):
             ids = index * TILE_TOKENS + jnp.arange(TILE_TOKENS, dtype=jnp.int32)
-            values = plgpu.load(logits_ref.at[row, ids], mask=ids < vocab, other=-jnp.inf) / scale
+            values = tempered(plgpu.load(logits_ref.at[row, ids], mask=ids < vocab, other=-jnp.inf), scale)
             return ids, values, ordered(values)
 
         def over_tiles(step: Callable, start):

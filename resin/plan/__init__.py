@@ -14,7 +14,7 @@ from resin.plan.cache import (
 )
 from resin.plan.errors import InvalidRequest, PlanRejected, ResinError
 from resin.plan.layout import Column, PlanLayout, plan_layout
-from resin.plan.output import ForwardOutput
+from resin.plan.output import ForwardOutput, RowFault
 from resin.plan.runner import ArenaSpec, OverlapRunner, Runner, RunnerConfig
 from resin.plan.sampling import SamplingParams
 
@@ -36,6 +36,7 @@ __all__ = [
     "PlanRejected",
     "Plane",
     "ResinError",
+    "RowFault",
     "RowFlag",
     "Runner",
     "RunnerConfig",

@@ -40,7 +40,7 @@ class RowFlag(enum.IntFlag):
     BIAS = 8
     """Add the slot's logit bias."""
     SUPPRESS_STOP = 16
-    """The slot's stop tokens cannot be chosen."""
+    """The slot's stop tokens cannot be chosen, unless nothing else is left."""
     MASK = 32
     """Only tokens of the row's `allowed_masks` bits can be chosen."""
     LOGPROBS = 64

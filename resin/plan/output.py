@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
+
+
+class RowFault(enum.IntEnum):
+    """What a runner returns in place of a token where none can be chosen: that request alone ends, with an error."""
+
+    NO_TOKEN = -1
+    """Masks and biases leave no token."""
+    NOT_FINITE = -2
+    """The row's largest logit is infinite, or one is NaN."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,7 +23,7 @@ class ForwardOutput:
 
     Attributes:
         token_ids: integer [N], tokens of all live rows one after another. Rows without EMIT may hold none, or tokens
-            that the Engine ignores.
+            that the Engine ignores; a RowFault stands where a row has none to choose.
         token_indptr: integer [num_sequences + 1], row b owns `token_ids[token_indptr[b]:token_indptr[b + 1]]`.
         logprobs: float32 [N], natural log probability of each token under the raw logits.
         top_ids, top_logprobs: int32 and float32 [N, n], the n most likely tokens at each place, best first.

@@ -24,10 +24,11 @@ class SamplingParams:
     """How one request generates.
 
     A step turns the float32 logits of a row into a token in this order:
-    penalties, `logit_bias`, stop suppression (`min_output_tokens`), `allowed_tokens`, then
+    penalties, `logit_bias`, `allowed_tokens`, stop suppression (`min_output_tokens`), then
     `temperature`, `top_k`, `top_p`, `min_p`, and a draw with Gumbel noise that depends only on
     (`seed`, position). Equal logits rank by token id, lowest first, in greedy choice and in every cut.
-    Reported logprobs are those of the raw logits, before any of these.
+    Reported logprobs are those of the raw logits, before any of these. A request ends with an
+    error where masks and biases leave no token, or where its logits are no finite numbers.
 
     Attributes:
         max_output_tokens: tokens to generate at most, at least 1.
@@ -44,7 +45,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt
             or output (Keskar et al. 2019, CTRL), in (0, 10].
         logit_bias: token id -> value added to its logit. At most 320 ids.
-        min_output_tokens: stop tokens cannot be chosen before this many tokens.
+        min_output_tokens: stop tokens cannot be chosen before this many tokens, unless masks and
+            biases leave nothing else.
         ignore_stop: generate past stop tokens.
         allowed_tokens: hook for structured output, called before each token of this request.
     """

@@ -201,7 +201,9 @@ def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
 
 
 def _store_tokens(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
-    return replace(slots, last_token=slots.last_token.at[_emitting_slots(slots, columns)].set(tokens))
+    # A plan in flight may read the token of a row that a fault has ended.
+    chosen = jnp.maximum(tokens, 0)
+    return replace(slots, last_token=slots.last_token.at[_emitting_slots(slots, columns)].set(chosen))
 
 
 def _emitting_slots(slots: SlotTable, columns: Mapping[str, jax.Array]) -> jax.Array:
@@ -215,7 +217,7 @@ def _update_slots(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: ja
     counted = jnp.where(has(columns, RowFlag.PENALTIES), rows, scratch)
     counts = lax.cond(
         (any_flags(columns) & RowFlag.PENALTIES) != 0,
-        lambda counts: count_outputs(counts, counted, tokens),
+        lambda counts: count_outputs(counts, counted, jnp.maximum(tokens, 0)),
         lambda counts: counts,
         slots.counts,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from resin.pallas_kernels.sampling import Draw, gumbel, row_keys
+from resin.pallas_kernels.sampling import Draw, gumbel, row_keys, tempered, with_fault
 from resin.pallas_kernels.sampling_general import finish_tokens
 from resin.pallas_kernels.table import Backend, Kernels
 from resin.plan import RowFlag
@@ -37,7 +37,7 @@ class Logprobs(NamedTuple):
 def sample(
     logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Array, kernels: Kernels | None = None
 ) -> jax.Array:
-    """One token a row, int32 [B].
+    """One token a row, or a RowFault where none can be chosen, int32 [B].
 
     Args:
         logits: float32 [B, V], raw.
@@ -52,16 +52,17 @@ def sample(
         if kernels is not None and kernels.backend is not Backend.REFERENCE:
             return draw_tokens(logits, columns, kernels)
         greedy = first_argmax(logits)
-        return lax.cond(
+        tokens = lax.cond(
             (flags & RowFlag.SAMPLE) != 0,
             lambda x: jnp.where(has(columns, RowFlag.SAMPLE), _draw(x, columns), greedy),
             lambda x: greedy,
             logits,
         )
+        return with_fault(tokens, jnp.where(jnp.isnan(logits), jnp.inf, logits).max(axis=-1))
 
 
 def draw_tokens(logits: jax.Array, columns: Columns, kernels: Kernels) -> jax.Array:
-    """One token a row from logits that need no adjustment, without branches on the host, int32 [B]."""
+    """One token a row, or a RowFault, from adjusted logits, without branches on the host, int32 [B]."""
     draw = _kernel_draw(columns)
     tokens = kernels.sample_tokens(logits, draw)
     return finish_tokens(tokens, logits, draw, interpret=kernels.backend is Backend.INTERPRET)
@@ -135,20 +136,21 @@ def _adjust(logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Ar
         ids = jnp.where(has(columns, RowFlag.BIAS)[:, None], slots.bias_ids[rows], x.shape[1])
         return x.at[at, ids].add(slots.bias_values[rows], mode="drop")
 
-    def suppress(x: jax.Array) -> jax.Array:
-        ids = jnp.where(has(columns, RowFlag.SUPPRESS_STOP)[:, None], slots.stop_ids[rows], x.shape[1])
-        return x.at[at, ids].set(-jnp.inf, mode="drop")
-
     def mask(x: jax.Array) -> jax.Array:
         bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
         allowed = bits.reshape(x.shape[0], -1)[:, : x.shape[1]] != 0
         return jnp.where(allowed | ~has(columns, RowFlag.MASK)[:, None], x, -jnp.inf)
 
+    def suppress(x: jax.Array) -> jax.Array:
+        ids = jnp.where(has(columns, RowFlag.SUPPRESS_STOP)[:, None], slots.stop_ids[rows], x.shape[1])
+        rest = x.at[at, ids].set(-jnp.inf, mode="drop")
+        return jnp.where((rest > -jnp.inf).any(axis=-1, keepdims=True), rest, x)  # a stop where nothing else is left
+
     for flag, change in (
         (RowFlag.PENALTIES, penalise),
         (RowFlag.BIAS, bias),
-        (RowFlag.SUPPRESS_STOP, suppress),
         (RowFlag.MASK, mask),
+        (RowFlag.SUPPRESS_STOP, suppress),
     ):
         logits = lax.cond((flags & flag) != 0, change, lambda x: x, logits)
     return logits
@@ -156,7 +158,7 @@ def _adjust(logits: jax.Array, columns: Columns, slots: SlotTable, masks: jax.Ar
 
 def _draw(logits: jax.Array, columns: Columns) -> jax.Array:
     temperature = jnp.where(has(columns, RowFlag.SAMPLE), columns["temperature"], 1.0)
-    scaled = logits / temperature[:, None]
+    scaled = tempered(logits, temperature[:, None])
     scaled = lax.cond(
         (any_flags(columns) & RowFlag.TRUNCATE) != 0,
         lambda x: jnp.where(

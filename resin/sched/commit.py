@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from resin.plan import BatchPlan, ForwardOutput, ResinError, RowFlag
+from resin.plan import BatchPlan, ForwardOutput, ResinError, RowFault, RowFlag
 from resin.sched.cohort import Cohort
 from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.scheduler import PlannedStep, Scheduler
@@ -18,6 +18,16 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class BadOutput(ResinError):
     """A runner returned something that does not match its plan."""
+
+
+class NoToken(ResinError):
+    """Nothing could be chosen as a request's next token."""
+
+
+_FAULTS = {
+    RowFault.NO_TOKEN: "allowed_tokens and logit_bias leave no token to choose",
+    RowFault.NOT_FINITE: "the model's logits are not finite numbers",
+}
 
 
 @dataclass(slots=True)
@@ -31,6 +41,7 @@ class Committed:
         rows: int64 [R], index of each token in the output's columns.
         cohort: whose plan it was, if it was a decode plan.
         finished: requests that ended, with the reason.
+        failed: requests of which no token could be chosen, with the error; their rows are discarded.
     """
 
     requests: Sequence[Request]
@@ -39,6 +50,7 @@ class Committed:
     rows: np.ndarray
     cohort: Cohort | None = None
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
+    failed: list[tuple[Request, NoToken]] = field(default_factory=list)
 
 
 def commit(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) -> Committed:
@@ -55,7 +67,7 @@ def commit(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) ->
 def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, output: ForwardOutput) -> Committed:
     table, slots = scheduler.table, planned.slots
     tokens, rows = check_output(planned.plan, output, None, scheduler.config.vocab_size)
-    live = _live_rows(scheduler, planned)
+    live, failed = _live_rows(scheduler, planned, tokens)
     requests, stop_ids = cohort.requests, cohort.stop_ids
     if live is None:
         table.counts[:, slots] += COMMITTED
@@ -70,7 +82,7 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, o
             request.output_ids.append(token)
         stop_ids = stop_ids[:, live]
     table.last_token[slots] = tokens
-    committed = Committed(requests, slots, tokens, rows, cohort)
+    committed = Committed(requests, slots, tokens, rows, cohort, failed=failed)
     _find_ends(table, committed, stop_ids, limits=cohort.steps_left <= 0)
     cache = scheduler.cache
     if cache.prefixes.enabled:
@@ -89,7 +101,9 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.in_flight[slots] -= 1
     table.committed[slots] = [chunk.stop for chunk in chunks]
     table.pending[slots[emits]] -= 1
-    live = _live_rows(scheduler, planned)
+    sampled = np.zeros(len(chunks), np.int32)
+    sampled[emits] = tokens
+    live, failed = _live_rows(scheduler, planned, sampled)
     if live is not None:
         _release_closed(scheduler, planned, live)
         rows, tokens = rows[live[emits]], tokens[live[emits]]
@@ -101,7 +115,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.known[slots] += 1
     table.outputs[slots] += 1
     table.last_token[slots] = tokens
-    committed = Committed(requests, slots, tokens, rows)
+    committed = Committed(requests, slots, tokens, rows, failed=failed)
     _find_ends(table, committed, table.stop_ids[slots].T, limits=True)
     if scheduler.cache.prefixes.enabled:
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
@@ -112,7 +126,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
 def check_output(
     plan: BatchPlan, output: ForwardOutput, emits: np.ndarray | None, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The token of each emitting row, and its index in the output's columns.
+    """The token (or RowFault) of each emitting row, and its index in the output's columns.
 
     Args:
         emits: bool [num_sequences], None if every row emits.
@@ -142,16 +156,29 @@ def check_output(
     top = vocab_size or 1 << 31
     # Negative ids are the largest of all as unsigned numbers.
     if chosen.size and np.maximum.reduce(chosen.view(_UNSIGNED[chosen.itemsize])) >= top:
-        raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
+        if chosen.max() >= top or chosen.min() < min(RowFault):
+            raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
     return chosen.astype(np.int32, copy=False), rows
 
 
-def _live_rows(scheduler: Scheduler, planned: PlannedStep) -> np.ndarray | None:
-    """bool [n] with False for rows whose request ended, None if all go on."""
-    if not scheduler.closing:
-        return None
-    live = np.array([not request.is_finished for request in planned.requests], np.bool_)
-    return None if live.all() else live
+def _live_rows(
+    scheduler: Scheduler, planned: PlannedStep, tokens: np.ndarray
+) -> tuple[np.ndarray | None, list[tuple[Request, NoToken]]]:
+    """bool [n] with False for rows that bring nothing, None if all do; and the running requests without a token.
+
+    Args:
+        tokens: int32 [n], of each row; none negative but faults.
+    """
+    has_faults = bool(np.minimum.reduce(tokens) < 0)
+    if not scheduler.closing and not has_faults:
+        return None, []
+    goes_on = np.array([not request.is_finished for request in planned.requests], np.bool_)
+    failed = [
+        (planned.requests[i], NoToken(_FAULTS[RowFault(int(tokens[i]))]))
+        for i in np.flatnonzero(goes_on & (tokens < 0)).tolist()
+    ]
+    live = goes_on & (tokens >= 0)
+    return (None if live.all() else live), failed
 
 
 def _release_closed(scheduler: Scheduler, planned: PlannedStep, live: np.ndarray) -> None:

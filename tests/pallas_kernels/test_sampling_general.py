@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.sampling import Draw, sample_tokens_ref
+from resin.pallas_kernels.sampling import GENERAL, Draw, sample_tokens_ref
 from resin.pallas_kernels.sampling_general import finish_tokens
 
 
@@ -32,12 +32,12 @@ def test_equals_the_sorted_reference(vocab: int, ties: bool) -> None:
     if ties:
         logits = np.round(logits)
     want = sample_tokens_ref(jnp.asarray(logits), draw)
-    got = finish_tokens(jnp.full(4, -1, jnp.int32), jnp.asarray(logits), draw, interpret=True)
+    got = finish_tokens(jnp.full(4, GENERAL, jnp.int32), jnp.asarray(logits), draw, interpret=True)
     assert np.array_equal(got, want)
 
 
 def test_leaves_finished_rows_alone() -> None:
     logits = jnp.zeros((4, 100), jnp.float32)
-    tokens = jnp.asarray([7, -1, 0, 99], jnp.int32)
+    tokens = jnp.asarray([7, GENERAL, -1, 99], jnp.int32)
     got = np.asarray(finish_tokens(tokens, logits, rows_of(4, 0), interpret=True))
-    assert got[[0, 2, 3]].tolist() == [7, 0, 99] and 0 <= got[1] < 100
+    assert got[[0, 2, 3]].tolist() == [7, -1, 99] and 0 <= got[1] < 100

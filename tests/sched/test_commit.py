@@ -7,10 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from resin import BatchPlan, Engine, FinishedEvent, FinishReason, ForwardOutput, SamplingParams, TokensEvent
+from resin import (
+    BatchPlan,
+    Engine,
+    FinishedEvent,
+    FinishReason,
+    ForwardOutput,
+    Request,
+    RowFault,
+    SamplingParams,
+    TokensEvent,
+)
 from resin.plan import build_plan, plan_layout, smallest_bucket
 from resin.plan.buckets import Phase
-from resin.sched.commit import BadOutput, check_output
+from resin.sched.commit import BadOutput, NoToken, check_output
 from tests.fakes import OverlapFake, PagedFake, expected_tokens, fake_config, history_group, state_group
 
 CONFIG = fake_config((history_group(),))
@@ -63,7 +73,7 @@ def test_rows_that_emit_nothing_may_hold_anything() -> None:
         ([1, 2], [0, -1, 2], [False, False]),
         ([[1], [2]], [0, 1, 2], None),
         ([1, 2], [[0, 1, 2]], None),
-        ([1, -1], [0, 1, 2], None),
+        ([1, -3], [0, 1, 2], None),
         ([1, 100], [0, 1, 2], None),
         ([1.0, 2.0], [0, 1, 2], None),
         (["a", "b"], [0, 1, 2], None),
@@ -79,7 +89,7 @@ def test_outputs_that_do_not_fit(tokens: Any, indptr: Any, emits: list[bool] | N
 
 def test_without_a_vocabulary_ids_only_have_to_be_ids() -> None:
     assert check([2**31 - 1], [0, 1], vocab_size=0) == ([2**31 - 1], [0])
-    for token in (-1, 2**31):
+    for token in (-3, 2**31):
         with pytest.raises(BadOutput, match="token_ids"):
             check(np.array([token]), [0, 1], vocab_size=0)
 
@@ -205,3 +215,41 @@ def check_row(row: Any, width: int | None) -> None:
     else:
         assert row.top_ids.tolist() == [[token + i for i in range(width)]]
         assert row.top_logprobs.shape == (1, width)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+def test_faults_are_told_from_ids_in_every_signed_dtype(dtype: type) -> None:
+    faults = [int(RowFault.NO_TOKEN), 5, int(RowFault.NOT_FINITE)]
+    tokens = np.array(faults, dtype)
+    chosen, _ = check_output(plan_of(3), ForwardOutput(tokens, np.arange(4)), None, 100)
+    assert chosen.tolist() == faults
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("fault", list(RowFault))
+@pytest.mark.parametrize("outputs", [0, 1, 3])
+def test_a_row_without_a_token_ends_its_request_alone(outputs: int, fault: RowFault, overlap: int) -> None:
+    runner = (OverlapFake if overlap else PagedFake)(CONFIG)
+    with Engine(runner, overlap=overlap, prefix_cache=True) as engine:
+        prompt = list(range(9))
+        bad, good, other = (
+            engine.submit(ids, sampling_params=SamplingParams(max_output_tokens=8, temperature=0))
+            for ids in (prompt, prompt, [4, 5])
+        )
+        runner.faults[bad.id] = (len(prompt) + outputs, fault)
+        told: dict[Request, list[int]] = {bad: [], good: [], other: []}
+        ends = []
+        while engine.has_work():
+            for event in engine.step():
+                if isinstance(event, FinishedEvent):
+                    ends.append(event.request)
+                else:
+                    for row in event:
+                        told[row.request] += row.token_ids.tolist()
+            engine.scheduler.check_integrity()
+        want = expected_tokens(CONFIG, prompt, 8)
+        assert bad.finish_reason is FinishReason.ERROR and isinstance(bad.error, NoToken)
+        assert bad.output_ids == told[bad] == want[:outputs]
+        assert good.take_result() == told[good] == want
+        assert other.take_result() == expected_tokens(CONFIG, [4, 5], 8)
+        assert sorted(request.id for request in ends) == [0, 1, 2]

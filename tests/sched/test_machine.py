@@ -10,7 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from resin import BatchPlan, CacheGroup, Engine, FinishReason, PlanRejected, Policy, Request, SamplingParams
+from resin import BatchPlan, CacheGroup, Engine, FinishReason, PlanRejected, Policy, Request, RowFault, SamplingParams
+from resin.sched.commit import NoToken
 from resin.sched.request import RequestState
 from tests.fakes import (
     VOCAB,
@@ -66,6 +67,7 @@ class Driver:
         self.shared = [self.random.randrange(VOCAB) for _ in range(CONTEXT_TOKENS)]
         self.requests: list[Request] = []
         self.cancelled: set[Request] = set()
+        self.faulty: dict[Request, int] = {}  # requests that are to fail, and after how many outputs
         self.finished: list[Request] = []
         self.oldest: Request | None = None  # the best-ranked running request
         self.gap = 0  # plans in a row without it
@@ -79,6 +81,16 @@ class Driver:
         stops = (self.random.randrange(VOCAB),) if outputs % 3 == 0 else ()
         params = SamplingParams(max_output_tokens=outputs, stop_token_ids=stops, temperature=0)
         self.requests.append(self.engine.submit(prompt, sampling_params=params, priority=priority, cache_salt=salt))
+
+    def submit_faulty(self, own_tokens: int, outputs: int) -> None:
+        """A request of which no token can be chosen after some."""
+        prompt = self.shared[:20] + [self.random.randrange(VOCAB) for _ in range(own_tokens)]
+        params = SamplingParams(max_output_tokens=outputs + 5, temperature=0)
+        request = self.engine.submit(prompt, sampling_params=params)
+        fault = self.random.choice((RowFault.NO_TOKEN, RowFault.NOT_FINITE))
+        self.runner.faults[request.id] = (len(prompt) + outputs, fault)
+        self.faulty[request] = outputs
+        self.requests.append(request)
 
     def follow_up(self) -> None:
         """A next turn: an earlier conversation, its answer and some new tokens."""
@@ -198,7 +210,10 @@ class Driver:
         stops = [i for i, token in enumerate(want) if token in request.params.stop_token_ids]
         if stops:
             want = want[: stops[0] + 1]
-        if request in self.cancelled:
+        if request in self.faulty and request not in self.cancelled:
+            assert request.output_ids == want[: self.faulty[request]]
+            assert request.finish_reason is FinishReason.ERROR and isinstance(request.error, NoToken)
+        elif request in self.cancelled:
             assert request.output_ids == want[: len(request.output_ids)]
             assert request.finish_reason is FinishReason.CANCELLED
         else:
@@ -213,7 +228,9 @@ def random_operation(driver: Driver) -> Callable[[], None]:
     if choice < 0.22 and len(driver.engine.scheduler.queue) < 12:
         sizes = draw.randrange(60), draw.randrange(1, 15), draw.randrange(1, 21)
         return lambda: driver.submit(*sizes, draw.choice((0, 0, 0, 1, 3)), draw.choice(("", "", "tenant")))
-    if choice < 0.24:
+    if choice < 0.23:
+        return lambda: driver.submit_faulty(draw.randrange(1, 15), draw.randrange(8))
+    if choice < 0.25:
         return driver.follow_up
     if choice < 0.26:
         return driver.twins
@@ -256,6 +273,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def twins(self) -> None:
         self.driver.twins()
+
+    @rule(own_tokens=st.integers(1, 15), outputs=st.integers(0, 8))
+    def submit_faulty(self, own_tokens: int, outputs: int) -> None:
+        self.driver.submit_faulty(own_tokens, outputs)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:

@@ -280,7 +280,7 @@ def test_a_callback_and_planning_that_fail_together_end_the_request_once(monkeyp
 
 
 @pytest.mark.parametrize(
-    "tokens", [np.array([0.0]), np.array([1.5]), np.array([-1]), np.array([2**31]), np.array(["a"])], ids=str
+    "tokens", [np.array([0.0]), np.array([1.5]), np.array([-3]), np.array([2**31]), np.array(["a"])], ids=str
 )
 @pytest.mark.parametrize("vocab", [True, False], ids=["vocab", "no vocab"])
 def test_tokens_that_are_none_quarantine(tokens: np.ndarray, vocab: bool) -> None:

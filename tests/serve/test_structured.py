@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from resin.models.testing import TINY_CONFIGS, random_checkpoint
 from resin.recipes import (
     Delta,
     Goal,
@@ -26,9 +27,12 @@ from resin.recipes import (
     ToolCallDelta,
     get_native_recipe,
 )
+from resin.runtime import RunnerOptions, build_runner
 from serve.errors import ApiError
 from serve.structured import GrammarCompiler, GrammarFailed
 from tests.recipes.byte_tokenizer import CONTROLS, ByteTokenizer
+from tests.serve.running import running_server
+from tests.serve.scripted_runner import TOKENIZER as SCRIPTED_TOKENIZER
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -231,3 +235,28 @@ def test_choices_that_cannot_be_met(client: openai.OpenAI, change: dict[str, Any
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="scripted", messages=ask("x"), **change)
     assert caught.value.param == param
+
+
+def test_an_enum_with_min_tokens_ends_where_the_grammar_does() -> None:
+    """Only the end is left long before the minimum: the model's own sampler must take it."""
+    config = {**TINY_CONFIGS["llama"], "vocab_size": SCRIPTED_TOKENIZER.vocab_size}
+    options = RunnerOptions(
+        max_sequences=2, max_context_tokens=512, decode_sequences=(2,), prefill_tokens=(128,), compile_cache_bytes=0
+    )
+    runner: Any = build_runner(random_checkpoint(config, seed=5), options)
+    runner.tokenizer, runner.fails_with = SCRIPTED_TOKENIZER, None
+    schema = {"enum": ["ab", "ba"]}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    with running_server(runner, recipe="chatml") as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0)
+        for temperature in (0, 1):
+            answer = client.chat.completions.create(
+                model="scripted",
+                messages=ask("x"),
+                temperature=temperature,
+                response_format=format,
+                max_tokens=100,
+                extra_body={"min_tokens": 90, "seed": 1},
+            )
+            assert json.loads(answer.choices[0].message.content or "") in schema["enum"]
+            assert answer.choices[0].finish_reason == "stop"
