@@ -14,8 +14,10 @@ from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_pr
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.route import RouteRule, route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.sampling_general import finish_tokens
 from resin.pallas_kernels.shift_state import shift_state
 from resin.pallas_kernels.table import pick_kernels
+from resin.plan import RowFault
 from tests.pallas_kernels.grid import (
     BF16_ERROR,
     FP8_GRID,
@@ -262,6 +264,16 @@ def test_a_state_at_the_far_end_of_a_large_arena():
     assert not np.any(held)
     held, arena = shift(x, arena, state, state, indptr, jnp.zeros(2, jnp.bool_), rows - 2)
     np.testing.assert_array_equal(held, np.asarray(x)[np.array([[3, 4], [7, 8]])])
+
+
+@pytest.mark.parametrize("vocab", [300, 200_000])
+def test_rows_without_a_token(vocab):
+    logits, draw = build_logits(16, vocab, ties=False), build_draw(16, vocab)
+    logits[8:, vocab - 1] = np.nan
+    logits[0:8:2] = -np.inf
+    tokens = np.asarray(jax.jit(lambda *args: finish_tokens(sample_tokens(*args), *args))(logits, draw))
+    np.testing.assert_array_equal(tokens, np.asarray(jax.jit(sample_tokens_ref)(logits, draw)))
+    assert (tokens[8:] == RowFault.NOT_FINITE).all() and (tokens[0:8:2] == RowFault.NO_TOKEN).all()
 
 
 def test_decode_agrees_with_the_reference_on_the_same_device():
