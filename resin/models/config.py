@@ -17,13 +17,14 @@ HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation _flash_attn_2_enabled
     _from_model_config _name_or_path architectures attention_dropout attn_implementation auto_map
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size custom_pipelines
-    decoder_start_token_id dtype embd_pdrop embedding_dropout experts_implementation finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
-    initializer_range is_decoder keys_to_ignore_at_inference label2id license mlp_dropout model_type name_or_path
-    num_labels output_attentions output_hidden_states output_router_logits pad_token_id prefix pretraining_tp
-    problem_type quantization_config resid_pdrop return_dict router_aux_loss_coef sep_token_id suppress_tokens
-    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward cross_attention_hidden_size
+    custom_pipelines decoder_start_token_id dtype embd_pdrop embedding_dropout experts_implementation
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout
+    hidden_dropout_prob id2label initializer_range is_decoder keys_to_ignore_at_inference label2id license
+    max_sequence_length mlp_dropout model_max_length model_type name_or_path num_labels output_attentions
+    output_hidden_states output_router_logits pad_token_id prefix pretraining_tp problem_type quantization_config
+    resid_pdrop return_dict router_aux_loss_coef sep_token_id suppress_tokens task_specific_params tf_legacy_loss
+    tie_encoder_decoder tokenizer_class tokenizer_model_max_length tokenizer_padding_side torch_dtype torchscript
     transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 
     bad_words_ids constraint_mode decoder_input_ids diversity_penalty do_sample early_stopping
@@ -38,11 +39,9 @@ HARMLESS = frozenset(
 # Settings of transformers that make any family something else than a causal decoder with plain weights.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
-    "compression_config": (None,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
-    "quantization": (None,),
     "use_bidirectional_attention": (False,),
 }
 
@@ -53,6 +52,9 @@ def check_quantisation(given: ConfigReader, supported: Sequence[str]) -> None:
     Raises:
         InvalidRequest: of another method, or with settings that are not understood.
     """
+    # How older compressed-tensors and how MLX call it.
+    given.only("compression_config", None)
+    given.only("quantization", None)
     packed = given.section("quantization_config")
     if packed is None:
         return

@@ -33,6 +33,7 @@ UNUSED = (
     "conv_dim_out",
     "conv_use_xavier_init",
     "num_heads",
+    "theta",
 )
 
 

@@ -23,6 +23,9 @@ class Qwen3Config(LlamaConfig):
     def read_qwen3(cls, given: ConfigReader, defaults: Mapping[str, Any] | None = None, **own: Any) -> Self:
         """Builds the Config that `own` completes: what dense and mixture-of-experts configs share is read here."""
         given.only("use_sliding_window", False)
+        given.only("use_qk_norm", True)
+        given.only("qkv_bias", False)
+        given.only("shared_expert_intermediate_size", 0)
         # Published files carry window settings beside use_sliding_window=false; they mean nothing then.
         given.ignore("sliding_window", "max_window_layers")
         return cls.read_llama(given, {"max_position_embeddings": 32_768, **(defaults or {})}, **own)

@@ -53,7 +53,7 @@ FOREIGN: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
     "shared_expert_intermediate_size": 512,
     "use_parallel_residual": True,
-    "use_qk_norm": True,
+    "use_qk_norm": False,
 }
 
 

@@ -1,0 +1,464 @@
+"""Popular checkpoints, what the loader reads of each config (restated, not copied), and what becomes of it.
+
+python -m tests.models.checkpoints    # prints the table of docs/checkpoints.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.models.test_published import CONFIGS, LFM2
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One checkpoint.
+
+    Attributes:
+        name: as people call it; a hub id where it has one.
+        config: what its config.json says, or the keys of a GGUF file without the architecture's name in front.
+        billions: parameters where it loads.
+        refused: what refuses it, as the error begins; None if it loads.
+        architecture: of a GGUF file.
+    """
+
+    name: str
+    config: Config = field(repr=False)
+    billions: float | None = None
+    refused: str | None = None
+    architecture: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """What says which model it is."""
+        return f"GGUF {self.architecture}" if self.architecture else str(self.config["model_type"])
+
+    @property
+    def result(self) -> str:
+        """The last column."""
+        return f"refused: `{self.refused}`" if self.refused else f"loads, {self.billions:.4g} B"
+
+
+def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int, longest: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": longest,
+    }
+
+
+_WRITTEN = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+}
+_LLAMA = {
+    **_WRITTEN,
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128_000,
+    "eos_token_id": [128_001, 128_008, 128_009],
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+}
+_LLAMA2 = {**_LLAMA, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10_000.0}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    rope = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    return {"rope_scaling": {**rope, "original_max_position_embeddings": 8192}}
+
+
+_LLAMA_8B = {**_LLAMA, **_llama3(8.0), **_shape(4096, 14_336, 32, 32, 8, 128_256, 131_072)}
+_LLAMA_70B = {**_LLAMA, **_llama3(8.0), **_shape(8192, 28_672, 80, 64, 8, 128_256, 131_072)}
+_MISTRAL = {
+    **_WRITTEN,
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "model_type": "mistral",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": None,
+}
+_MISTRAL_7B = _shape(4096, 14_336, 32, 32, 8, 32_000, 32_768)
+_SMOLLM = {
+    **_LLAMA,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_llama_config": True,
+    "pad_token_id": 2,
+    "rope_interleaved": False,
+    "tie_word_embeddings": True,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+}
+_QWEN3 = {
+    **_WRITTEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "head_dim": 128,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+_QWEN3_8B = {**_QWEN3, **_shape(4096, 12_288, 36, 32, 8, 151_936, 40_960)}
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+_QWEN3_30B = {**_QWEN3_MOE, **_shape(2048, 6144, 48, 32, 4, 151_936, 40_960), "moe_intermediate_size": 768}
+_GEMMA3 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "model_type": "gemma3_text",
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10_000,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+}
+_LFM2_WRITTEN = {
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 1024,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-5,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "conv_dim": 1024,
+    "conv_dim_out": 1024,
+    "conv_use_xavier_init": True,
+    "num_heads": 16,
+    "use_pos_enc": True,
+}
+_GPT_OSS_WRITTEN = {
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "initial_context_length": 4096,
+    "output_router_logits": False,
+    "pad_token_id": 199_999,
+    "router_aux_loss_coef": 0.9,
+    "swiglu_limit": 7.0,
+}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def _packed(config: Config, method: str, **settings: Any) -> dict[str, Any]:
+    return {**config, "quantization_config": {"quant_method": method, **settings}}
+
+
+def _other(name: str, model_type: str, **settings: Any) -> Case:
+    """A checkpoint of a family that is not computed."""
+    return Case(name, {**_WRITTEN, "model_type": model_type, **settings}, refused=f"model_type={model_type!r}")
+
+
+def _gguf(name: str, architecture: str, shape: Config, **keys: Any) -> Case:
+    """A GGUF file of a published shape."""
+    billions, refused = keys.pop("billions", None), keys.pop("refused", None)
+    own = {
+        "block_count": shape["num_hidden_layers"],
+        "context_length": shape["max_position_embeddings"],
+        "embedding_length": shape["hidden_size"],
+        "feed_forward_length": shape["intermediate_size"],
+        "attention.head_count": shape["num_attention_heads"],
+        "attention.head_count_kv": shape["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": shape.get("rope_theta", 10_000.0),
+        "vocab_size": shape["vocab_size"],
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    return Case(name, own, billions, refused, architecture)
+
+
+CASES: tuple[Case, ...] = (
+    Case("meta-llama/Llama-2-7b-chat-hf", {**_LLAMA2, **_shape(4096, 11_008, 32, 32, 32, 32_000, 4096)}, 6.738),
+    Case("meta-llama/Meta-Llama-3-8B-Instruct", {**_LLAMA, **_shape(4096, 14_336, 32, 32, 8, 128_256, 8192)}, 8.030),
+    Case("meta-llama/Llama-3.1-8B-Instruct", _LLAMA_8B, 8.030),
+    Case(
+        "meta-llama/Llama-3.2-1B-Instruct",
+        {
+            **_LLAMA,
+            **_llama3(32.0),
+            **_shape(2048, 8192, 16, 32, 8, 128_256, 131_072),
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+        1.236,
+    ),
+    Case("meta-llama/Llama-3.3-70B-Instruct", _LLAMA_70B, 70.55),
+    Case("NousResearch/Hermes-3-Llama-3.1-8B", _LLAMA_8B, 8.030),
+    Case("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", {**_LLAMA_8B, "eos_token_id": 128_001}, 8.030),
+    Case("TinyLlama/TinyLlama-1.1B-Chat-v1.0", {**_LLAMA2, **_shape(2048, 5632, 22, 32, 4, 32_000, 2048)}, 1.100),
+    Case(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        {**_SMOLLM, **_shape(576, 1536, 30, 9, 3, 49_152, 8192), "rope_theta": 100_000},
+        0.1345,
+    ),
+    Case(
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        {**_SMOLLM, **_shape(2048, 8192, 24, 32, 32, 49_152, 8192), "rope_theta": 130_000},
+        1.711,
+    ),
+    _other("HuggingFaceTB/SmolLM3-3B", "smollm3", no_rope_layers=[1, 1, 1, 0] * 9),
+    Case(
+        "mistralai/Mistral-7B-Instruct-v0.1",
+        {**_MISTRAL, **_MISTRAL_7B, "rope_theta": 10_000.0, "sliding_window": 4096},
+        refused="sliding_window=4096",
+    ),
+    Case(
+        "HuggingFaceH4/zephyr-7b-beta",
+        {**_MISTRAL, **_MISTRAL_7B, "rope_theta": 10_000.0, "sliding_window": 4096},
+        refused="sliding_window=4096",
+    ),
+    Case("mistralai/Mistral-7B-Instruct-v0.3", {**_MISTRAL, **_MISTRAL_7B, "vocab_size": 32_768}, 7.248),
+    Case(
+        "mistralai/Mistral-Nemo-Instruct-2407",
+        {**_MISTRAL, **_shape(5120, 14_336, 40, 32, 8, 131_072, 1_024_000), "head_dim": 128},
+        12.25,
+    ),
+    Case(
+        "mistralai/Mistral-Small-24B-Instruct-2501",
+        {**_MISTRAL, **_shape(5120, 32_768, 40, 32, 8, 131_072, 32_768), "head_dim": 128, "rope_theta": 100_000_000.0},
+        23.57,
+    ),
+    _other("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral3"),
+    _other("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", num_local_experts=8, num_experts_per_tok=2),
+    _other("Qwen/Qwen2-7B-Instruct", "qwen2"),
+    _other("Qwen/Qwen2.5-7B-Instruct", "qwen2"),
+    _other("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
+    Case(
+        "Qwen/Qwen3-0.6B",
+        {**_QWEN3, **_shape(1024, 3072, 28, 16, 8, 151_936, 40_960), "tie_word_embeddings": True},
+        0.596,
+    ),
+    Case("Qwen/Qwen3-8B", _QWEN3_8B, 8.191),
+    Case("Qwen/Qwen3-32B", {**_QWEN3, **_shape(5120, 25_600, 64, 64, 8, 151_936, 40_960)}, 32.76),
+    Case("Qwen/Qwen3-30B-A3B", _QWEN3_30B, 30.53),
+    Case(
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        {
+            **_QWEN3_30B,
+            "max_position_embeddings": 262_144,
+            "qkv_bias": False,
+            "rope_theta": 10_000_000,
+            "shared_expert_intermediate_size": 0,
+            "use_qk_norm": True,
+        },
+        30.53,
+    ),
+    Case(
+        "Qwen/Qwen3-235B-A22B",
+        {**_QWEN3_MOE, **_shape(4096, 12_288, 94, 64, 4, 151_936, 40_960), "moe_intermediate_size": 1536},
+        235.1,
+    ),
+    _other("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
+    Case("Qwen/Qwen3-8B-FP8", {**_QWEN3_8B, "quantization_config": _FP8}, 8.191),
+    Case("Qwen/Qwen3-8B-AWQ", _packed(_QWEN3_8B, "awq", bits=4), refused="quantization_config.quant_method='awq'"),
+    Case(
+        "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
+        _packed(_QWEN3_30B, "gptq", bits=4),
+        refused="quantization_config.quant_method='gptq'",
+    ),
+    _other("google/gemma-2-9b-it", "gemma2", attn_logit_softcapping=50.0),
+    Case(
+        "google/gemma-3-270m-it",
+        {**_GEMMA3, **CONFIGS["Gemma-3-270m"], "use_bidirectional_attention": False},
+        0.268,
+    ),
+    Case(
+        "google/gemma-3-1b-it",
+        {
+            **_GEMMA3,
+            **_shape(1152, 6912, 26, 4, 1, 262_144, 32_768),
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        1.000,
+    ),
+    _other("google/gemma-3-4b-it", "gemma3", text_config=_GEMMA3),
+    _other("microsoft/Phi-3-mini-4k-instruct", "phi3", sliding_window=2047),
+    _other("microsoft/phi-4", "phi3"),
+    _other("allenai/OLMo-2-1124-7B-Instruct", "olmo2"),
+    _other("ibm-granite/granite-3.3-8b-instruct", "granite", logits_scaling=16.0),
+    _other("LGAI-EXAONE/EXAONE-4.0-32B", "exaone4"),
+    _other("CohereLabs/c4ai-command-r-v01", "cohere", logit_scale=0.0625),
+    _other("zai-org/glm-4-9b-chat-hf", "glm"),
+    _other("zai-org/GLM-4.5-Air", "glm4_moe"),
+    _other("deepseek-ai/DeepSeek-V3-0324", "deepseek_v3", quantization_config=_FP8),
+    _other("deepseek-ai/DeepSeek-R1", "deepseek_v3", quantization_config=_FP8),
+    _other("moonshotai/Kimi-K2-Instruct", "kimi_k2", quantization_config=_FP8),
+    Case("openai/gpt-oss-20b", {**_WRITTEN, **CONFIGS["gpt-oss-20b"], **_GPT_OSS_WRITTEN}, 20.91),
+    Case("openai/gpt-oss-120b", {**_WRITTEN, **CONFIGS["gpt-oss-120b"], **_GPT_OSS_WRITTEN}, 116.8),
+    Case("LiquidAI/LFM2-350M", {**_LFM2_WRITTEN, **CONFIGS["LFM2-350M"]}, 0.354),
+    Case("LiquidAI/LFM2-1.2B", {**_LFM2_WRITTEN, **CONFIGS["LFM2-1.2B"]}, 1.170),
+    Case("LiquidAI/LFM2-2.6B", {**_LFM2_WRITTEN, **CONFIGS["LFM2-2.6B"]}, 2.569),
+    Case("LiquidAI/LFM2-8B-A1B", CONFIGS["LFM2-8B-A1B"], 8.339),
+    Case(
+        "LiquidAI/LFM2.5-1.2B-Instruct",
+        {
+            **_LFM2_WRITTEN,
+            **CONFIGS["LFM2-1.2B"],
+            "dtype": "bfloat16",
+            "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
+            "tie_embedding": True,
+        },
+        1.170,
+    ),
+    _other("LiquidAI/LFM2-VL-1.6B", "lfm2_vl", text_config=LFM2),
+    Case(
+        "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+        _packed(_LLAMA_8B, "awq", bits=4, group_size=128),
+        refused="quantization_config.quant_method='awq'",
+    ),
+    Case(
+        "TheBloke/Llama-2-7B-Chat-GPTQ",
+        _packed({**_LLAMA2, **_shape(4096, 11_008, 32, 32, 32, 32_000, 4096)}, "gptq", bits=4),
+        refused="quantization_config.quant_method='gptq'",
+    ),
+    Case(
+        "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
+        _packed({**_LLAMA_8B, "unsloth_version": "2025.1"}, "bitsandbytes", load_in_4bit=True),
+        refused="quantization_config.quant_method='bitsandbytes'",
+    ),
+    Case(
+        "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8",
+        _packed(_LLAMA_8B, "compressed-tensors", format="float-quantized"),
+        refused="quantization_config.quant_method='compressed-tensors'",
+    ),
+    Case(
+        "nvidia/Llama-3.3-70B-Instruct-FP4",
+        _packed(_LLAMA_70B, "modelopt", quant_algo="NVFP4"),
+        refused="quantization_config.quant_method='modelopt'",
+    ),
+    Case(
+        "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+        {**_LLAMA_8B, "quantization": {"group_size": 64, "bits": 4}},
+        refused="quantization={'group_size': 64, 'bits': 4}",
+    ),
+    _gguf(
+        "TheBloke/Llama-2-7B-Chat-GGUF",
+        "llama",
+        _shape(4096, 11_008, 32, 32, 32, 32_000, 4096),
+        rope__dimension_count=128,
+        billions=6.738,
+    ),
+    _gguf("TheBloke/Mistral-7B-Instruct-v0.2-GGUF", "llama", _MISTRAL_7B, rope__dimension_count=128, billions=7.242),
+    _gguf(
+        "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF",
+        "llama",
+        _LLAMA_8B,
+        attention__key_length=128,
+        attention__value_length=128,
+        billions=8.030,
+    ),
+    _gguf(
+        "TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF",
+        "llama",
+        _MISTRAL_7B,
+        expert_count=8,
+        expert_used_count=2,
+        refused="llama.expert_count is 8",
+    ),
+    _gguf("Qwen/Qwen2.5-7B-Instruct-GGUF", "qwen2", _QWEN3_8B, refused="architecture 'qwen2'"),
+    _gguf(
+        "Qwen/Qwen3-8B-GGUF",
+        "qwen3",
+        _QWEN3_8B,
+        attention__key_length=128,
+        attention__value_length=128,
+        billions=8.191,
+    ),
+    _gguf(
+        "unsloth/Qwen3-30B-A3B-GGUF",
+        "qwen3moe",
+        _QWEN3_30B,
+        attention__key_length=128,
+        attention__value_length=128,
+        expert_count=128,
+        expert_used_count=8,
+        expert_feed_forward_length=768,
+        billions=30.53,
+    ),
+    _gguf(
+        "ggml-org/gemma-3-1b-it-GGUF",
+        "gemma3",
+        {**_shape(1152, 6912, 26, 4, 1, 262_144, 32_768), "tie_word_embeddings": True},
+        attention__key_length=256,
+        attention__value_length=256,
+        attention__sliding_window=512,
+        billions=1.000,
+    ),
+    _gguf(
+        "LiquidAI/LFM2-1.2B-GGUF",
+        "lfm2",
+        {**_shape(2048, 8192, 16, 32, 8, 65_536, 128_000), "tie_word_embeddings": True},
+        attention__head_count_kv=[8 if layer in (2, 5, 8, 10, 12, 14) else 0 for layer in range(16)],
+        shortconv__l_cache=3,
+        billions=1.170,
+    ),
+    _gguf(
+        "ggml-org/gpt-oss-20b-GGUF",
+        "gpt-oss",
+        {**_shape(2880, 2880, 24, 64, 8, 201_088, 131_072), "rope_theta": 150_000.0},
+        attention__key_length=64,
+        attention__value_length=64,
+        attention__sliding_window=128,
+        expert_count=32,
+        expert_used_count=4,
+        expert_feed_forward_length=2880,
+        rope__scaling__type="yarn",
+        rope__scaling__factor=32.0,
+        rope__scaling__original_context_length=4096,
+        billions=20.91,
+    ),
+    _gguf("unsloth/DeepSeek-V3-0324-GGUF", "deepseek2", _LLAMA_8B, refused="architecture 'deepseek2'"),
+)
+
+
+def table() -> str:
+    """The table of docs/checkpoints.md."""
+    rows = [f"| {case.name} | `{case.kind}` | {case.result} |" for case in CASES]
+    return "\n".join(["| checkpoint | `model_type` | |", "| --- | --- | --- |", *rows])
+
+
+if __name__ == "__main__":
+    print(table())
