@@ -113,9 +113,7 @@ async def render_prompt(service: Service, ask: Ask) -> list[int]:
     continued = ask.messages[-1] if ask.continues_last and ask.messages else None
     if continued is None or continued.role is not Role.ASSISTANT:
         return await service.render(ask.messages, ask.use.tools, options)
-    prompt_ids = await service.render(ask.messages[:-1], ask.use.tools, options)
-    opening: tuple[int, ...] = getattr(service.recipe, "answer_opening_ids", ())
-    return [*prompt_ids, *opening, *service.tokenizer.encode_parts([continued.text])]
+    return await service.render(ask.messages[:-1], ask.use.tools, {**options, "answer_start": continued.text})
 
 
 def goal_of(ask: Ask) -> tuple[Goal | None, str]:

@@ -4,7 +4,7 @@ from resin.recipes.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from resin.recipes.grammar import Goal, GrammarRecipe
 from resin.recipes.messages import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from resin.recipes.recipe import Parser, Recipe, Tokenizer
-from resin.recipes.registry import NATIVE_RECIPES, find_recipe, get_native_recipe
+from resin.recipes.registry import NATIVE_RECIPES, RecipeChoice, choose_recipe, find_recipe, get_native_recipe
 
 __all__ = [
     "NATIVE_RECIPES",
@@ -17,6 +17,7 @@ __all__ = [
     "Reasoning",
     "ReasoningDelta",
     "Recipe",
+    "RecipeChoice",
     "Role",
     "Text",
     "TextDelta",
@@ -25,6 +26,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "ToolResult",
+    "choose_recipe",
     "find_recipe",
     "get_native_recipe",
 ]

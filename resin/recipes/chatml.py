@@ -36,6 +36,7 @@ class ChatMLRecipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         **options: Any,
     ) -> list[int]:
         reject_tools("chatml", messages, tools)
@@ -46,7 +47,7 @@ class ChatMLRecipe:
             role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
             self._turn(script, role.value, message.text)
         if add_generation_prompt:
-            script.control(self._start).text("assistant\n")
+            script.control(self._start).text("assistant\n", answer_start)
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:

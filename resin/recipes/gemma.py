@@ -31,6 +31,7 @@ class GemmaRecipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         **options: Any,
     ) -> list[int]:
         reject_tools("gemma", messages, tools)
@@ -48,7 +49,7 @@ class GemmaRecipe:
         if prefix and not turns:
             script.control(self._start).text("user\n", prefix.strip()).control(self._end).text("\n")
         if add_generation_prompt:
-            script.control(self._start).text("model\n")
+            script.control(self._start).text("model\n", answer_start)
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:

@@ -23,9 +23,6 @@ class HarmonyRecipe:
 
     Options: `reasoning_effort` ("low", "medium" or "high"; medium if not given), `current_date` (text of the date
     line; no line without it). Reasoning is replayed only after the last final answer, where a tool loop is open.
-
-    Attributes:
-        answer_opening_ids: what stands between a rendered prompt and the text of an answer that is given in part.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -35,8 +32,6 @@ class HarmonyRecipe:
         end_of_text = tokenizer.token_to_id("<|endoftext|>")
         if end_of_text is not None:
             self._ids["endoftext"] = end_of_text
-        opening = Script(self._tokenizer).control(self._ids["channel"]).text("final").control(self._ids["message"])
-        self.answer_opening_ids = tuple(opening.ids())
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -48,6 +43,7 @@ class HarmonyRecipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         reasoning_effort: str | None = None,
         current_date: str = "",
         **options: Any,
@@ -77,6 +73,8 @@ class HarmonyRecipe:
                 self._message(script, "developer", f"# Instructions\n\n{turn.text}")
         if add_generation_prompt:
             script.control(self._ids["start"]).text("assistant")
+            if answer_start:
+                script.control(self._ids["channel"]).text("final").control(self._ids["message"]).text(answer_start)
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:

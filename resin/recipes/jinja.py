@@ -1,61 +1,53 @@
-"""Any model's own chat template, rendered in a sandbox the way transformers renders it."""
+"""Any model's own chat template, and the parser for what it teaches the model to write."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
-from itertools import pairwise
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser as TemplateParser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
 
 from resin.plan.errors import InvalidRequest
-from resin.recipes.calls import parsed_arguments, read_json_calls
+from resin.recipes.call_formats import BARE_JSON, HARMONY
 from resin.recipes.grammar import Goal, tagged_grammar
-from resin.recipes.messages import Message, Role, Tool
+from resin.recipes.harmony import HarmonyRecipe
+from resin.recipes.llama3 import Llama3Recipe
+from resin.recipes.messages import Message, Tool
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import stop_ids
-from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
+from resin.recipes.tagged import TaggedParser, opens_reasoning
+from resin.recipes.template import ChatTemplate, Marks
+from resin.recipes.template_traits import probe_template
 
-_MARK = "\ufdd0"
-"""A code point that Unicode reserves for uses inside a program. It stands after the first character of every control
-token that a message spells, so that the rendered text tells those from the template's own; twice, it means itself."""
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_IS_LIST = {"json": False, "python": True}
+"""Formats that a grammar can hold to: whether all calls stand in one pair of tags."""
 
 
 class JinjaRecipe:
-    """Renders with the tokenizer's `chat_template`; parses `<think>` and `<tool_call>` where the template has them."""
+    """Renders with the tokenizer's `chat_template`, or its `tool_template` where tools are on offer.
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
-        """`template` replaces the tokenizer's own.
+    Attributes:
+        traits: what the template does with tools, calls and reasoning.
+    """
 
-        Raises:
-            InvalidRequest: there is no template, or it is not valid Jinja.
-        """
-        source = template or tokenizer.chat_template
-        if not source:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises InvalidRequest: there is no template, or it is not valid Jinja."""
+        if not tokenizer.chat_template:
             raise InvalidRequest("recipe", "jinja", "a tokenizer with a chat template")
         self._tokenizer = tokenizer
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise InvalidRequest("chat_template", source, f"a valid Jinja template ({error})") from error
-        self._marks = _Marks(tokenizer.controls)
-        self._tags = Tags(
-            reasoning=("<think>", "</think>") if "<think>" in source else None,
-            tool_call=("<tool_call>", "</tool_call>") if "<tool_call>" in source else None,
-            read_calls=read_json_calls,
-        )
-        self._ends = [token for token in ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>") if token in source]
+        self._template = ChatTemplate(tokenizer.chat_template)
+        self._tool_template = ChatTemplate(tokenizer.tool_template) if tokenizer.tool_template else self._template
+        self._marks = Marks(tokenizer.controls)
+        sources = [source for source in (tokenizer.chat_template, tokenizer.tool_template) if source]
+        self.traits = probe_template(self._render, sources, tokenizer.controls, self._marks.pattern)
+        self._native = _native_recipe(self.traits.call_format, tokenizer)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return stop_ids(self._tokenizer, *self._ends)
+        if self._native is not None:
+            return self._native.stop_token_ids
+        return stop_ids(self._tokenizer, *self.traits.ends)
 
     def render(
         self,
@@ -63,110 +55,66 @@ class JinjaRecipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         **options: Any,
     ) -> list[int]:
-        turns = [turn for message in messages for turn in _turns(message)]
-        values = {
-            **self._tokenizer.named_tokens,
-            **options,
-            "messages": self._marked(turns),
-            "tools": self._marked([tool.to_function() for tool in tools]) or None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            text = self._template.render(values)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise InvalidRequest(
-                "messages", [turn["role"] for turn in turns], f"what the template takes ({error})"
-            ) from error
-        return self._tokenizer.encode_parts(self._marks.split(text))
+        self._check_tools(messages, tools)
+        marks = self._marks
+        turns = self.traits.turns.spell(messages)
+        for turn in turns:
+            turn |= {key: marks.mark(value) for key, value in turn.items() if key != "role"}
+        offers = [marks.mark(tool.to_function()) for tool in tools]
+        text = self._render(turns, offers, add_generation_prompt, options)
+        return self._tokenizer.encode_parts(marks.split(text + marks.mark(answer_start)))
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
-        if goal.tools and self._tags.tool_call is None:
-            raise InvalidRequest("tools", [tool.name for tool in goal.tools], "a chat template with <tool_call> tags")
-        inside = opens_reasoning(self._tokenizer, self._tags, prompt_ids)
-        return tagged_grammar(self._tokenizer, self._tags, goal, inside_reasoning=inside, call_list=False)
+        if self._native is not None:
+            return self._native.write_grammar(goal, prompt_ids)
+        traits = self.traits
+        if goal.tools and traits.call_format not in _IS_LIST:
+            names = [tool.name for tool in goal.tools]
+            raise InvalidRequest("tools", names, f"calls in JSON to hold to a schema: here {traits.describe()}")
+        inside = opens_reasoning(self._tokenizer, traits.tags, prompt_ids)
+        call_list = _IS_LIST.get(traits.call_format, False)
+        return tagged_grammar(self._tokenizer, traits.tags, goal, inside_reasoning=inside, call_list=call_list)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:
-        inside = opens_reasoning(self._tokenizer, self._tags, prompt_ids)
-        return TaggedParser(self._tokenizer, self._tags, prompt_ids, starts_in_reasoning=inside)
+        if self._native is not None:
+            return self._native.create_parser(prompt_ids, tools=tools)
+        tags = self.traits.tags
+        inside = opens_reasoning(self._tokenizer, tags, prompt_ids)
+        return TaggedParser(self._tokenizer, tags, prompt_ids, tools=tools, starts_in_reasoning=inside)
 
-    def _marked(self, value: Any) -> Any:
-        """The same structure with every string marked."""
-        if isinstance(value, str):
-            return self._marks.mark(value)
-        if isinstance(value, dict):
-            return {self._marked(key): self._marked(item) for key, item in value.items()}
-        return [self._marked(item) for item in value] if isinstance(value, list) else value
+    def _render(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        add_generation_prompt: bool,
+        options: Mapping[str, Any] = _NO_OPTIONS,
+    ) -> str:
+        template = self._tool_template if tools else self._template
+        values = {**self._tokenizer.named_tokens, **options}
+        current_date = str(values.pop("current_date", ""))
+        values |= {"tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        return template.render(turns, values, current_date=current_date)
 
-
-class _Marks:
-    """Tells control tokens that a template writes from those that a message spells."""
-
-    def __init__(self, controls: Mapping[str, int]) -> None:
-        self._controls = controls
-        spelled = "|".join(map(re.escape, sorted(controls, key=lambda text: (-len(text), text)))) or "(?!)"
-        self._pattern = re.compile(f"({spelled})")
-        self._overlapping = re.compile(f"(?={spelled})")
-
-    def mark(self, text: str) -> str:
-        starts = [0, *(match.start() + 1 for match in self._overlapping.finditer(text)), len(text)]
-        return _MARK.join(text[begin:end].replace(_MARK, _MARK * 2) for begin, end in pairwise(starts))
-
-    def split(self, text: str) -> list[str | int]:
-        """Parts of a rendered text: unmarked control tokens as ids, everything else as text without marks."""
-        return [
-            self._controls[piece] if index % 2 else re.sub(f"{_MARK}({_MARK}?)", r"\1", piece)
-            for index, piece in enumerate(self._pattern.split(text))
-        ]
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """A template that leaves tools, calls or results out would have the model answer to something else."""
+        traits = self.traits
+        if tools and not traits.shows_tools:
+            raise InvalidRequest("tools", [tool.name for tool in tools], "none: this chat template shows no tools")
+        for index, message in enumerate(messages):
+            if (message.tool_calls and not traits.shows_calls) or (message.tool_results and not traits.shows_results):
+                raise InvalidRequest(
+                    f"messages[{index}]", message.role.value, "text: this chat template shows no calls or results"
+                )
 
 
-def _turns(message: Message) -> Iterator[dict[str, Any]]:
-    """The message as transformers spells it; each tool result is a turn of its own."""
-    for result in message.tool_results:
-        yield {"role": "tool", "content": result.text, "tool_call_id": result.call_id, "name": result.name}
-    if message.tool_results and not message.text:
-        return
-    role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
-    turn: dict[str, Any] = {"role": role.value, "content": message.text}
-    if message.reasoning:
-        turn["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.name, "arguments": parsed_arguments(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    yield turn
-
-
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own filter this escapes nothing for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; for rendering its body is all there is."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: TemplateParser) -> Node | list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _native_recipe(call_format: str, tokenizer: Tokenizer) -> HarmonyRecipe | Llama3Recipe | None:
+    """The recipe that reads answers which no pair of tags describes."""
+    with suppress(InvalidRequest):  # another vocabulary: its calls come out as text
+        if call_format == HARMONY:
+            return HarmonyRecipe(tokenizer)
+        if call_format == BARE_JSON:
+            return Llama3Recipe(tokenizer)
+    return None

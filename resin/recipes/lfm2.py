@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from resin.recipes.calls import Call, dump_json, parsed_arguments, read_json_calls, read_python_calls
+from resin.recipes.call_formats import read_pythonic_calls
+from resin.recipes.calls import dump_json, parsed_arguments
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import Script, require_tokens, stop_ids
 from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
 
-
-def _read_calls(text: str) -> list[Call] | None:
-    return read_python_calls(text) or read_json_calls(text)
-
-
 _TAGS = Tags(
     reasoning=("<think>", "</think>"),
     tool_call=("<|tool_call_start|>", "<|tool_call_end|>"),
-    read_calls=_read_calls,
+    read_calls=read_pythonic_calls,
 )
 
 
@@ -42,6 +38,7 @@ class Lfm2Recipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         **options: Any,
     ) -> list[int]:
         script = Script(self._tokenizer).control(self._bos)
@@ -67,7 +64,7 @@ class Lfm2Recipe:
                 script.text(turn.text)
             self._close(script)
         if add_generation_prompt:
-            self._open(script, "assistant")
+            self._open(script, "assistant").text(answer_start)
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:

@@ -6,27 +6,30 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from resin.plan.errors import InvalidRequest
 from resin.recipes.calls import CallIds, dump_json, parsed_arguments, read_json_calls
 from resin.recipes.characters import CharacterStream
 from resin.recipes.deltas import Delta, TextDelta, ToolCallDelta
 from resin.recipes.grammar import Goal, answer_rules, json_call_rules, plain_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
-from resin.recipes.script import Script, atomic_id, require_tokens, stop_ids
+from resin.recipes.script import Script, atomic_id, parse_date, require_tokens, stop_ids
 
 _TOOLS_HEAD = (
     "Given the following functions, please respond with a JSON for a function call with its proper arguments that best "
     'answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of argument '
-    "name and its value}. Do not use variables.\n\n"
+    "name and its value}.Do not use variables.\n\n"
 )
+_CUTOFF = "Cutting Knowledge Date: December 2023\n"
 _TEXT = r"/[\s\x1c-\x1f]*([^\s\x1c-\x1f{](?s:.*))?/"
 """An answer that does not begin like a call, what Python calls white space aside."""
 
 
 class Llama3Recipe:
-    """Options: `current_date`, the text of the system turn's date line; without it the turn has no such line.
+    """The format of Llama 3.1 and later. Option: `current_date`, an ISO date for the system turn (default: today).
 
-    Tools are offered in the first user turn, results come back in the role `ipython`.
+    Tools are offered in the first user turn. A turn with a call is the call alone; several calls, which the models'
+    makers rule out, are separated by semicolons. Results come back as JSON strings in the role `ipython`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -44,6 +47,7 @@ class Llama3Recipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         current_date: str = "",
         **options: Any,
     ) -> list[int]:
@@ -51,22 +55,23 @@ class Llama3Recipe:
         turns = separate_results(messages)
         system = turns.pop(0).text.strip() if turns and turns[0].role in (Role.SYSTEM, Role.DEVELOPER) else ""
         environment = "Environment: ipython\n" if tools else ""
-        date = f"Today Date: {current_date}\n\n" if current_date else ""
-        if system or environment or date:
-            self._turn(script, "system", environment + date + system)
+        today = f"Today Date: {parse_date(current_date):%d %b %Y}\n\n"
+        self._turn(script, "system", environment + _CUTOFF + today + system)
+        if tools and all(turn.role is not Role.USER for turn in turns):
+            raise InvalidRequest("messages", [turn.role.value for turn in turns], "a user message, to offer tools in")
         offer = _TOOLS_HEAD + "".join(_indented(tool) for tool in tools) if tools else ""
         for turn in turns:
             if turn.role is Role.TOOL:
                 for result in turn.tool_results:
-                    self._turn(script, "ipython", result.text)
+                    self._turn(script, "ipython", dump_json(result.text))
             elif turn.tool_calls:
-                self._turn(script, "assistant", turn.text + "; ".join(map(_call_text, turn.tool_calls)))
+                self._turn(script, "assistant", "; ".join(map(_call_text, turn.tool_calls)))
             else:
                 role = Role.SYSTEM if turn.role is Role.DEVELOPER else turn.role
                 self._turn(script, role.value, (offer if role is Role.USER else "") + turn.text.strip())
                 offer = "" if role is Role.USER else offer
         if add_generation_prompt:
-            self._header(script, "assistant")
+            self._header(script, "assistant").text(answer_start)
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:

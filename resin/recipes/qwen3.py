@@ -46,6 +46,7 @@ class Qwen3Recipe:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         enable_thinking: bool = True,
         **options: Any,
     ) -> list[int]:
@@ -74,6 +75,7 @@ class Qwen3Recipe:
             self._open(script, "assistant")
             if not enable_thinking:
                 self._in_tags(script, "think", "\n\n").text("\n\n")
+            script.text(answer_start)
         return script.ids()
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:

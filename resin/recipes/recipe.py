@@ -73,6 +73,7 @@ class Recipe(Protocol):
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        answer_start: str = "",
         **options: Any,
     ) -> list[int]:
         """Token ids of the conversation.
@@ -81,8 +82,9 @@ class Recipe(Protocol):
             messages: the turns so far.
             tools: functions on offer.
             add_generation_prompt: end with the opening of the assistant's turn.
-            options: what the format knows (`enable_thinking`, `reasoning_effort`, `current_date`, ...); the rest
-                is ignored.
+            answer_start: words of the answer that are given, after that opening.
+            options: what the format knows (`enable_thinking`, `reasoning_effort`, `current_date` as an ISO date, ...);
+                the rest is ignored.
 
         Raises:
             InvalidRequest: the format has no way to say this; its field is "messages" or "tools".

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from resin.plan.errors import InvalidRequest
@@ -12,6 +14,7 @@ from resin.recipes.harmony import HarmonyRecipe
 from resin.recipes.jinja import JinjaRecipe
 from resin.recipes.lfm2 import Lfm2Recipe
 from resin.recipes.llama3 import Llama3Recipe
+from resin.recipes.probes import PROBES, find_difference
 from resin.recipes.qwen3 import Qwen3Recipe
 from resin.recipes.recipe import Recipe, Tokenizer
 
@@ -51,23 +54,59 @@ def get_native_recipe(name: str, tokenizer: Tokenizer) -> Recipe:
     return build(tokenizer)
 
 
-def find_recipe(model_type: str, tokenizer: Tokenizer) -> Recipe:
-    """The recipe for a model: native where its family has one, else the tokenizer's own template.
+@dataclass(frozen=True, slots=True)
+class RecipeChoice:
+    """Which recipe a model gets, if any: its name among NATIVE_RECIPES, and why."""
+
+    recipe: Recipe | None
+    name: str
+    reason: str
+
+
+def choose_recipe(model_type: str, tokenizer: Tokenizer) -> RecipeChoice:
+    """The recipe for a model: the checkpoint's own chat template, or a native recipe that renders the same.
 
     Args:
         model_type: `model_type` of the model's Hugging Face config.
         tokenizer: the model's tokenizer.
 
     Raises:
-        InvalidRequest: neither fits.
+        InvalidRequest: its chat template is broken.
     """
-    native = _RECIPE_OF_MODEL_TYPE.get(model_type)
-    if native is None and tokenizer.token_to_id("<|start_header_id|>") is not None:
-        native = "llama3"
-    if native is not None:
-        try:
-            return get_native_recipe(native, tokenizer)
-        except InvalidRequest:
-            if not tokenizer.chat_template:
-                raise
-    return JinjaRecipe(tokenizer)
+    name, because = _native_name(model_type, tokenizer)
+    native = None
+    with suppress(InvalidRequest):  # the vocabulary lacks what the format needs
+        native = get_native_recipe(name, tokenizer) if name else None
+    if not tokenizer.chat_template:
+        if native is None:
+            return RecipeChoice(None, "none", "the checkpoint has no chat template, and no native recipe fits it")
+        return RecipeChoice(native, name, f"the checkpoint has no chat template; {because}")
+    template = JinjaRecipe(tokenizer)
+    if native is None:
+        return RecipeChoice(template, "jinja", f"the checkpoint's chat template; {template.traits.describe()}")
+    difference = find_difference(native, template)
+    if not difference:
+        return RecipeChoice(native, name, f"renders {len(PROBES)} probes as the checkpoint's chat template does")
+    reason = f"the checkpoint's chat template, from which {name} differs in {difference}; {template.traits.describe()}"
+    return RecipeChoice(template, "jinja", reason)
+
+
+def find_recipe(model_type: str, tokenizer: Tokenizer) -> Recipe:
+    """The recipe that `choose_recipe` chooses.
+
+    Raises:
+        InvalidRequest: there is none, or the chat template is broken.
+    """
+    choice = choose_recipe(model_type, tokenizer)
+    if choice.recipe is None:
+        raise InvalidRequest("recipe", model_type, f"a recipe by name: {choice.reason}")
+    return choice.recipe
+
+
+def _native_name(model_type: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    """The native recipe that may fit, and what speaks for it."""
+    if model_type in _RECIPE_OF_MODEL_TYPE:
+        return _RECIPE_OF_MODEL_TYPE[model_type], f"its model_type is {model_type}"
+    if "<|start_header_id|>" in tokenizer.controls:
+        return "llama3", "its vocabulary has <|start_header_id|>"
+    return "", ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 
 from resin.plan.errors import InvalidRequest
 from resin.recipes.messages import Message, Role, Tool
@@ -62,3 +63,15 @@ def reject_tools(recipe: str, messages: Sequence[Message], tools: Sequence[Tool]
     for index, message in enumerate(messages):
         if message.tool_calls or message.tool_results or message.role is Role.TOOL:
             raise InvalidRequest(f"messages[{index}]", message.role.value, f"text: the {recipe} format has no tools")
+
+
+def parse_date(text: str) -> date:
+    """An ISO date, or today's for "".
+
+    Raises:
+        InvalidRequest: something else.
+    """
+    try:
+        return date.fromisoformat(text) if text else date.today()
+    except (TypeError, ValueError):
+        raise InvalidRequest("current_date", text, "a date such as 2026-01-31") from None

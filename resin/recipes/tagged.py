@@ -9,17 +9,28 @@ from dataclasses import dataclass
 from resin.recipes.calls import Call, CallIds, read_json_calls
 from resin.recipes.characters import CharacterStream
 from resin.recipes.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from resin.recipes.messages import Tool
 from resin.recipes.recipe import Tokenizer
 from resin.recipes.script import atomic_id
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A format's tags: (opening, closing) pairs, None where it has none."""
+    """A format's tags: (opening, closing) pairs, None where it has none.
+
+    Attributes:
+        reasoning: around what the model thinks.
+        tool_call: around a call; one that has no closing tag ("") ends with the answer or where the next begins.
+        read_calls: what stands between them, as calls; None for what is none.
+        inner: control tokens that are part of the text of a call.
+        frame: tags around all calls, which say nothing.
+    """
 
     reasoning: tuple[str, str] | None = None
     tool_call: tuple[str, str] | None = None
-    read_calls: Callable[[str], list[Call] | None] = read_json_calls
+    read_calls: Callable[[str, Sequence[Tool]], list[Call] | None] = lambda text, tools: read_json_calls(text)
+    inner: tuple[str, ...] = ()
+    frame: tuple[str, ...] = ()
 
     def all(self) -> tuple[str, ...]:
         return (*(self.reasoning or ()), *(self.tool_call or ()))
@@ -80,13 +91,21 @@ class TaggedParser:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, tags: Tags, prompt_ids: Sequence[int], *, starts_in_reasoning: bool = False
+        self,
+        tokenizer: Tokenizer,
+        tags: Tags,
+        prompt_ids: Sequence[int],
+        *,
+        tools: Sequence[Tool] = (),
+        starts_in_reasoning: bool = False,
     ) -> None:
         self._tags = tags
-        self._has_tags = bool(tags.all())
+        self._tools = tools
+        known = [tag for tag in (*tags.all(), *tags.frame) if tag]
+        self._has_tags = bool(known)
         self._characters = CharacterStream(tokenizer)
-        self._tag_of = {atom: tag for tag in tags.all() if (atom := atomic_id(tokenizer, tag)) is not None}
-        self._splitter = TagSplitter([tag for tag in tags.all() if tag not in self._tag_of.values()])
+        self._tag_of = {atom: tag for tag in (*known, *tags.inner) if (atom := atomic_id(tokenizer, tag)) is not None}
+        self._splitter = TagSplitter([tag for tag in known if tag not in self._tag_of.values()])
         self._state = _State.REASONING if starts_in_reasoning else _State.TEXT
         self._call_ids = CallIds(prompt_ids)
         self._calls = 0
@@ -153,13 +172,13 @@ class TaggedParser:
         opens_reasoning, closes_reasoning = self._tags.reasoning or ("", "")
         opens_call, closes_call = self._tags.tool_call or ("", "")
         if self._state is _State.CALL:
-            if tag == closes_call:
+            if tag == closes_call or tag in self._tags.frame:
                 return self._end_call()
             if tag == opens_call:
                 deltas = self._end_call()
                 self._state = _State.CALL
                 return deltas
-            self._body.append(spelled)
+            self._body.append(tag if tag in self._tags.inner else spelled)
         elif tag == opens_call:
             self._enter(_State.CALL)
         elif tag == opens_reasoning:
@@ -179,7 +198,7 @@ class TaggedParser:
         body = "".join(self._body)
         self._body.clear()
         self._enter(_State.TEXT)
-        calls = self._tags.read_calls(body)
+        calls = self._tags.read_calls(body, self._tools)
         if calls is None:
             self._drops_space = False
             return [TextDelta(body, is_incomplete=True)] if body else []

@@ -1,4 +1,4 @@
-"""`resin inspect`: what a model is and what it needs, from its config alone; no weight is read."""
+"""`resin inspect`: what a model is and what it needs, from its config and tokenizer; no weight is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+from resin.models.loading import CheckpointError
 from resin.models.registry import DEFAULT_MODEL, open_checkpoint, resolve
 from resin.models.sources import HubSource
 from resin.plan import InvalidRequest
+from resin.recipes import choose_recipe
+from resin.recipes.tokenizer import load_tokenizer
 from serve.progress import ProgressBar
 
 _GIBIBYTE = 1 << 30
@@ -52,12 +55,14 @@ def run(args: argparse.Namespace) -> int:
         size: [summary.context_that_fits(int(size * _GIBIBYTE), sequences) for sequences in (1, 16, 256)]
         for size in args.memory_gib
     }
+    recipe = _describe_recipe(args.source, str(config.get("model_type", "")))
     if args.json:
-        print(json.dumps({**dataclasses.asdict(summary), "context_that_fits": fits}, indent=1))
+        print(json.dumps({**dataclasses.asdict(summary), "context_that_fits": fits, "recipe": recipe}, indent=1))
         return 0
     print(f"{args.source}: {summary.family}, {summary.parameters / 1e6:,.1f} M parameters")
     for field in dataclasses.fields(summary.config):
         print(f"  {field.name} = {_short(getattr(summary.config, field.name))}")
+    print(f"\nrecipe: {recipe}")
     print(f"\nweights: {_size(summary.weight_nbytes)}, {summary.flops_per_token / 1e9:,.2f} GFLOP a token")
     for row in summary.weights:
         shape = "x".join(map(str, row.shape))
@@ -76,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
     for size, contexts in fits.items():
         print(f"  {size:6g} GiB  " + "  ".join(f"{context:>9,}" for context in contexts))
     return 0
+
+
+def _describe_recipe(source: str, model_type: str) -> str:
+    """Which conversation format the model gets and why, or why none."""
+    path = Path(source)
+    found = path if path.suffix == ".json" and path.is_file() else resolve(source).find()
+    if found is None:
+        return "unknown until the tokenizer is downloaded"
+    try:
+        choice = choose_recipe(model_type, load_tokenizer(found))
+    except (CheckpointError, InvalidRequest) as error:
+        return f"none: {error}"
+    return f"{choice.name}: {choice.reason}"
 
 
 def _read_config(source: str) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from resin.models.registry import advised_sampling, open_checkpoint, resolve
 from resin.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from resin.plan import InvalidRequest
-from resin.recipes import NATIVE_RECIPES, Recipe, find_recipe, get_native_recipe
+from resin.recipes import NATIVE_RECIPES, Recipe, choose_recipe, get_native_recipe
 from resin.recipes.tokenizer import ChatTokenizer
 from serve.commands.options import chosen_sampling, runner_options
 from serve.progress import ProgressBar
@@ -119,10 +119,9 @@ def check_recipe(name: str | None) -> None:
 
 def _find_recipe(name: str | None, model_type: str, tokenizer: ChatTokenizer) -> Recipe | None:
     if name is None:
-        try:
-            return find_recipe(model_type, tokenizer)
-        except InvalidRequest:
-            return None
+        choice = choose_recipe(model_type, tokenizer)
+        print(f"recipe {choice.name}: {choice.reason}", file=sys.stderr)
+        return choice.recipe
     if ":" in name:
         recipe = import_object("recipe", name)(tokenizer)
         if not isinstance(recipe, Recipe):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resin.recipes import Block, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
+from resin.recipes.template_traits import Turns
 
 
 @dataclass(frozen=True)
@@ -163,21 +164,17 @@ def as_messages(conversation: Conversation) -> list[Message]:
     return messages
 
 
-def as_dicts(conversation: Conversation, *, content: str | None = "", dumped: bool = False) -> list[dict[str, Any]]:
-    """The same as a client sends it.
-
-    Args:
-        conversation: what to write down.
-        content: that of an answer which is only a call.
-        dumped: arguments as JSON text.
-    """
+def as_dicts(conversation: Conversation, turns: Turns) -> list[dict[str, Any]]:
+    """The same as a client sends it who knows how the template wants messages spelled."""
     dicts: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
     for message in as_messages(conversation):
+        for result in message.tool_results:
+            result_id = {"tool_call_id": result.call_id, "name": names[result.call_id]}
+            dicts.append({"role": "tool", "content": result.text, **result_id})
         if message.tool_results:
-            result = message.tool_results[0]
-            dicts.append({"role": "tool", "content": result.text, "tool_call_id": result.call_id, "name": ""})
             continue
-        entry: dict[str, Any] = {"role": message.role.value, "content": message.text or content}
+        entry: dict[str, Any] = {"role": message.role.value, "content": message.text}
         if message.reasoning:
             entry["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -187,10 +184,15 @@ def as_dicts(conversation: Conversation, *, content: str | None = "", dumped: bo
                     "id": call.id,
                     "function": {
                         "name": call.name,
-                        "arguments": call.arguments if dumped else json.loads(call.arguments),
+                        "arguments": call.arguments if turns.dumps_arguments else json.loads(call.arguments),
                     },
                 }
                 for call in message.tool_calls
             ]
+            names |= {call.id: call.name for call in message.tool_calls}
+            if not message.text:
+                entry["content"] = None if turns.content == "none" else ""
+            if not message.text and turns.content == "missing":
+                del entry["content"]
         dicts.append(entry)
     return dicts

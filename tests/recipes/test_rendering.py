@@ -58,9 +58,21 @@ EXPECTED = {
         '[weather(city="Bonn", days=[1, True])]<|tool_call_end|><|im_end|>\n<|im_start|>tool\n<|tool_response_start|>'
         "sunny<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n"
     ),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
+        "Cutting Knowledge Date: December 2023\nToday Date: 03 Jan 2026\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nGiven the following functions, please respond with a JSON for a "
+        "function call with its proper arguments that best answers the given prompt.\n\n"
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+        "Do not use variables.\n\n" + json.dumps(WEATHER.to_function(), indent=4) + "\n\nBonn?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '{"name": "weather", "parameters": {"city": "Bonn", "days": [1, true]}}<|eot_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n"
+        '"sunny"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
+    ),
     "gpt_oss": (
         "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
-        "Knowledge cutoff: 2024-06\n\nReasoning: medium\n\n"
+        "Knowledge cutoff: 2024-06\nCurrent date: 2026-01-03\n\nReasoning: medium\n\n"
         "# Valid channels: analysis, commentary, final. Channel must be included for every message.\n"
         "Calls to these tools must go to the commentary channel: 'functions'.<|end|>"
         "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
@@ -80,7 +92,7 @@ def user(text: str) -> Message:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_tool_loop(name: str) -> None:
-    ids = get_native_recipe(name, TOKENIZER).render(LOOP, [WEATHER])
+    ids = get_native_recipe(name, TOKENIZER).render(LOOP, [WEATHER], current_date="2026-01-03")
     assert ids == TOKENIZER.encode(EXPECTED[name])
 
 
@@ -93,13 +105,15 @@ def test_tool_loop(name: str) -> None:
         ("gemma", "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"),
         (
             "llama3",
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+            "Today Date: 03 Jan 2026\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
     ],
 )
 def test_one_turn(name: str, expected: str) -> None:
-    assert get_native_recipe(name, TOKENIZER).render([user("Hi")]) == TOKENIZER.encode(expected)
+    ids = get_native_recipe(name, TOKENIZER).render([user("Hi")], current_date="2026-01-03")
+    assert ids == TOKENIZER.encode(expected)
 
 
 def test_gemma_puts_the_system_text_into_the_first_turn() -> None:
@@ -161,6 +175,27 @@ def test_formats_without_tools_say_so(name: str) -> None:
     assert caught.value.field == "messages[2]"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_words_of_the_answer_that_are_given(name: str) -> None:
+    recipe = get_native_recipe(name, TOKENIZER)
+    plain = recipe.render([user("x")], current_date="2026-01-03")
+    ids = recipe.render([user("x")], answer_start="It is<|im_end|>", current_date="2026-01-03")
+    opening = "<|channel|>final<|message|>" if name == "gpt_oss" else ""
+    assert ids == [*plain, *TOKENIZER.encode(opening), *b"It is<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["jinja", "llama3"])
+def test_dates_are_checked(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="a date such as") as caught:
+        get_native_recipe(name, TOKENIZER).render([user("x")], current_date="yesterday")
+    assert caught.value.field == "current_date"
+
+
+def test_a_template_asks_for_the_date_that_is_given() -> None:
+    recipe = get_native_recipe("jinja", ByteTokenizer(chat_template="{{ strftime_now('%d %b %Y') }}{{ current_date }}"))
+    assert TOKENIZER.decode(recipe.render([user("x")], current_date="2019-02-03")) == "03 Feb 2019"
+
+
 def test_unknown_recipe_and_missing_tokens_are_named() -> None:
     with pytest.raises(InvalidRequest, match="one of jinja, chatml"):
         get_native_recipe("vicuna", TOKENIZER)
@@ -195,7 +230,7 @@ def test_template_globals() -> None:
     [("qwen3", "Qwen3Recipe"), ("gpt_oss", "HarmonyRecipe"), ("llama", "Llama3Recipe"), ("lfm2", "Lfm2Recipe")],
 )
 def test_a_model_finds_its_recipe(model_type: str, kind: str) -> None:
-    assert type(find_recipe(model_type, TOKENIZER)).__name__ == kind
+    assert type(find_recipe(model_type, ByteTokenizer())).__name__ == kind
 
 
 def test_a_model_without_a_native_recipe_uses_its_template() -> None:
