@@ -23,9 +23,11 @@ SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
 )
 
 
@@ -80,6 +82,7 @@ def copy_side_files(source: Path, directory: Path) -> None:
     """Copies tokenizer, chat template and generation settings of a Hugging Face directory."""
     for name in SIDE_FILES:
         if (source / name).is_file():
+            (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, directory / name)
 
 

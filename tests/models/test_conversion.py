@@ -74,6 +74,8 @@ def test_command_keeps_the_files_beside_the_weights(tmp_path: Path, capsys: pyte
     source = write_checkpoint(tmp_path / "source", random_checkpoint(TINY_CONFIGS["llama"]))
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("template")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("template for tools")
     target = tmp_path / "target"
     assert main(["convert", str(source), str(target), "--dtype", "float32"]) == 0
     assert capsys.readouterr().out == f"{target}\n"
@@ -83,7 +85,9 @@ def test_command_keeps_the_files_beside_the_weights(tmp_path: Path, capsys: pyte
         "weights",
         "tokenizer.json",
         "chat_template.jinja",
+        "additional_chat_templates",
     }
+    assert (target / "additional_chat_templates" / "tool_use.jinja").read_text() == "template for tools"
     runner = build_runner(open_checkpoint_path(target), RunnerOptions(dtype="float32", compile_cache_bytes=0))
     loaded = build_runner(open_checkpoint_path(source), RunnerOptions(dtype="float32", compile_cache_bytes=0))
     for one, other in zip(runner.weights, loaded.weights, strict=True):

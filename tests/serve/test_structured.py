@@ -35,6 +35,7 @@ from tests.serve.running import running_server
 from tests.serve.scripted_runner import TOKENIZER as SCRIPTED_TOKENIZER
 
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <think> <tool_call> #}"
 )
