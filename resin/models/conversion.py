@@ -55,7 +55,7 @@ def convert_checkpoint(
 
     Raises:
         InvalidRequest: the directory is in use, or the model does not fit the mesh.
-        CheckpointError: the weights cannot be read.
+        CheckpointError: the weights cannot be read or written; what was written is removed.
     """
     import orbax.checkpoint as ocp
 
@@ -70,11 +70,16 @@ def convert_checkpoint(
     weights = load_weights(abstract, checkpoint, mesh, progress=progress)
     directory.mkdir(parents=True, exist_ok=True)
     settings = _plain(dict(checkpoint.config)) | settled_settings(config, checkpoint.config)
-    (directory / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / WEIGHTS, dict(zip(abstract.names, weights, strict=True)))
-    manifest = {"format": FORMAT, "dtype": dtype, "tp": tp, "weights": _describe(abstract)}
-    (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    try:
+        (directory / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(directory / WEIGHTS, dict(zip(abstract.names, weights, strict=True)))
+        manifest = {"format": FORMAT, "dtype": dtype, "tp": tp, "weights": _describe(abstract)}
+        (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        # Half a conversion is of no use, and would be in the way of the next attempt.
+        shutil.rmtree(directory, ignore_errors=True)
+        raise CheckpointError(directory, f"cannot be written ({error})") from error
     return directory
 
 

@@ -96,6 +96,23 @@ def test_command_keeps_the_files_beside_the_weights(tmp_path: Path, capsys: pyte
     assert "empty or does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), ValueError("RESOURCE_EXHAUSTED: no space")])
+def test_a_disk_that_is_full_is_said_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    import orbax.checkpoint as ocp
+
+    def full(*args: object) -> None:
+        raise fault
+
+    mesh, target = build_mesh(RunnerOptions()), tmp_path / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointer, "save", full)
+        with pytest.raises(CheckpointError, match=r"new: cannot be written \(.*[nN]o space"):
+            convert_checkpoint(random_checkpoint(TINY_CONFIGS["llama"]), target, mesh)
+    assert not target.exists()
+
+
 def test_converted_weights_are_run_in_their_dtype_unless_another_is_asked_for(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", random_checkpoint(TINY_CONFIGS["llama"]))
     (source / "tokenizer.json").write_text("{}")
