@@ -338,6 +338,25 @@ def test_a_wrong_recipe_is_found_before_anything_is_fetched(
     assert capsys.readouterr().err.startswith(f"resin: recipe={recipe!r}: expected")
 
 
+def test_a_server_logs_what_is_its_own() -> None:
+    code = """
+import logging, sys
+from resin import InvalidRequest
+from serve import cli
+from serve.commands import serving
+def load(args):
+    logging.getLogger("jax._src.xla_bridge").info("Unable to initialize backend 'tpu'")
+    logging.getLogger("resin.serve").info("serving")
+    raise InvalidRequest("model", "x", "another")
+serving.load_model = load
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    first, last = result.stderr.splitlines()
+    assert first.endswith("INFO resin.serve serving") and last == "resin: model='x': expected another"
+
+
 def test_help_needs_no_jax() -> None:
     code = "import sys; sys.modules['jax'] = None\nfrom serve.cli import main\nmain(['chat', '--help'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
