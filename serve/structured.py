@@ -5,29 +5,36 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from resin.plan import InvalidRequest
 from resin.recipes import Goal, GrammarRecipe, Recipe, Tokenizer
 from serve.errors import ApiError, invalid
 
 MAX_SCHEMA_CHARACTERS = 1 << 18
+MAX_OPTIONAL_PROPERTIES = 450
+"""Of one object. llguidance keeps four items for each at once, and 2000 in all."""
+_TRIED_TOKENS = 8
+_STRAY_TOKEN = "doesn't satisfy the grammar"  # how llguidance says that nothing is wrong with the grammar
+_SCHEMAS = re.compile(r"^\w+: (%json .*)$", re.MULTILINE)
 _CONTROLS = re.compile(r"^controls: (.*)$", re.MULTILINE)
 
 
 class GrammarFailed(Exception):
-    """The grammar engine gave up in the middle of a response (its own limits, or a token it did not allow)."""
+    """A token that the grammar does not allow: masks and tokens do not belong together."""
 
 
 class GrammarMask:
     """The `allowed_tokens` hook of one request. Lives on the engine's thread."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, param: str) -> None:
         self._matcher = matcher
+        self._param = param
         self._words = -(-vocab_size // 32)
         self._consumed = 0
 
@@ -35,21 +42,28 @@ class GrammarMask:
         """int32 [ceil(vocab / 32)], one bit a token.
 
         Raises:
-            GrammarFailed: the request cannot go on; others are not concerned.
+            GrammarFailed: the last token was not allowed.
+            InvalidRequest: the schema goes beyond the grammar engine's limits here.
         """
         if len(output_ids) < self._consumed:
             self._matcher.reset()
             self._consumed = 0
         new = list(output_ids[self._consumed :])
         if new and not self._matcher.consume_tokens(new):
-            raise GrammarFailed(self._matcher.get_error() or "a token outside the grammar")
+            self._raise_error()
         self._consumed = len(output_ids)
         mask = np.zeros((1, self._words), np.int32)
         fill_next_token_bitmask(self._matcher, mask)
         if self._matcher.is_error():
-            raise GrammarFailed(self._matcher.get_error())
+            self._raise_error()
         words: np.ndarray = mask[0]
         return words
+
+    def _raise_error(self) -> NoReturn:
+        reason = _reason_of(self._matcher)
+        if _STRAY_TOKEN in reason:
+            raise GrammarFailed(reason)
+        raise InvalidRequest(self._param, "schema", f"one that can be followed ({reason})")
 
 
 class GrammarCompiler:
@@ -71,11 +85,10 @@ class GrammarCompiler:
             ApiError: 400 naming `param` if the grammar (in effect, its JSON Schema) is not supported.
         """
         vocabulary = self._vocabulary_for(grammar)
-        matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
-        if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()[0]
-            raise invalid(param, f"{param}: this schema is not supported: {reason}")
-        return [GrammarMask(matcher.deep_copy(), self._vocab_size) for _ in range(count)]
+        matcher = _compile(vocabulary, grammar, param)
+        for schema in sorted(set(_SCHEMAS.findall(grammar))):
+            _try_out(_compile(vocabulary, f"start: {schema}\n", param), vocabulary, param)
+        return [GrammarMask(matcher.deep_copy(), self._vocab_size, param) for _ in range(count)]
 
     def _vocabulary_for(self, grammar: str) -> llguidance.LLTokenizer:
         """The vocabulary in which no control token of the grammar is text; read again when a format brings new ones."""
@@ -89,6 +102,36 @@ class GrammarCompiler:
                     llguidance.TokenizerWrapper(source), n_vocab=self._vocab_size, eos_token=self._stop_token_ids
                 )
             return self._vocabulary
+
+
+def _compile(vocabulary: llguidance.LLTokenizer, grammar: str, param: str) -> llguidance.LLMatcher:
+    source = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    if matcher.is_error():
+        raise _unsupported(param, _reason_of(matcher))
+    return matcher
+
+
+def _try_out(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer, param: str) -> None:
+    """Goes a few tokens into a schema: some that compile let nothing begin, or exceed limits at their first brace."""
+    for _ in range(_TRIED_TOKENS):
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _unsupported(param, _reason_of(matcher))
+        opening = (vocabulary.tokenize_str(brace) for brace in "{[")
+        steps = [ids for ids in (matcher.compute_ff_tokens(), *opening) if ids and matcher.validate_tokens(ids)]
+        if not steps or matcher.is_stopped():
+            return
+        matcher.consume_token(steps[0][0])
+
+
+def _unsupported(param: str, reason: str) -> ApiError:
+    return invalid(param, f"{param}: this schema is not supported: {reason}")
+
+
+def _reason_of(matcher: llguidance.LLMatcher) -> str:
+    reason: str = matcher.get_error().strip().splitlines()[0]
+    return "no text fits it" if reason.startswith("NoExtension") else reason
 
 
 class _Vocabulary:
@@ -125,4 +168,20 @@ def write_grammar(recipe: Recipe | None, goal: Goal, prompt_ids: Sequence[int], 
     schemas: list[Any] = [goal.schema, *(dict(tool.parameters) for tool in goal.tools)]
     if len(json.dumps(schemas)) > MAX_SCHEMA_CHARACTERS:
         raise invalid(param, f"{param}: schemas of at most {MAX_SCHEMA_CHARACTERS} characters")
+    most = max(map(_most_optional, schemas))
+    if most > MAX_OPTIONAL_PROPERTIES:
+        limit = f"an object has {most} optional properties, at most {MAX_OPTIONAL_PROPERTIES} can be followed"
+        raise _unsupported(param, limit)
     return recipe.write_grammar(goal, prompt_ids)
+
+
+def _most_optional(schema: Any) -> int:
+    """The most optional properties of any object in a schema."""
+    if isinstance(schema, list):
+        return max(map(_most_optional, schema), default=0)
+    if not isinstance(schema, Mapping):
+        return 0
+    properties, required = schema.get("properties"), schema.get("required")
+    names = set(properties) if isinstance(properties, Mapping) else set()
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    return max(len(names - needed), *map(_most_optional, schema.values()), 0)

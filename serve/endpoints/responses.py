@@ -101,6 +101,7 @@ def _ask_of(body: ResponsesRequest, conversation: list[Message]) -> Ask:
 def _blank_response(service: Service, body: ResponsesRequest) -> dict[str, Any]:
     choice = body.tool_choice
     text_format = body.text.format if body.text and body.text.format else None
+    defaults = service.sampling
     return {
         "id": f"resp_{secrets.token_hex(16)}",
         "object": "response",
@@ -118,12 +119,12 @@ def _blank_response(service: Service, body: ResponsesRequest) -> dict[str, Any]:
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": _plain(text_format) if text_format else {"type": "text"}},
         "tool_choice": _plain(choice) if isinstance(choice, FunctionChoice) else choice or "auto",
         "tools": [_plain(tool) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,

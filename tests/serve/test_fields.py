@@ -60,9 +60,8 @@ TYPES: list[tuple[str, str, type[msgspec.Struct]]] = [
 async def post(server: HttpServer, path: str, body: Any) -> tuple[int, Any]:
     """Status and JSON, or the text of a stream."""
     async with aiohttp.ClientSession() as session, session.post(server.url + path, json=body) as response:
-        return response.status, await (
-            response.json() if response.content_type == "application/json" else response.text()
-        )
+        is_json = response.content_type == "application/json"
+        return response.status, await (response.json() if is_json else response.text())
 
 
 @pytest.mark.parametrize(("module", "name", "ours"), TYPES)

@@ -103,10 +103,43 @@ def test_an_answer_that_is_begun_goes_on(claude: Any) -> None:
     assert create(claude, "", messages=turns).content[0].text == WORDS
 
 
-def test_count_tokens_is_what_the_answer_reports(claude: Any) -> None:
-    turns = [{"role": "user", "content": "Grüße"}]
-    counted = claude.messages.count_tokens(model="scripted", messages=turns, system="s", tools=[TOOL])
-    assert counted.input_tokens == create(claude, "", messages=turns, system="s", tools=[TOOL]).usage.input_tokens
+COUNTED: list[dict[str, Any]] = [
+    {"system": "s", "tools": [TOOL]},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    {"thinking": {"type": "disabled"}},
+    {"tools": [TOOL], "tool_choice": {"type": "none"}},
+    {"tools": [TOOL], "tool_choice": {"type": "any"}},
+    {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}},
+    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So: "}]},
+    {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}]},
+]
+
+
+@pytest.mark.parametrize("recipe", ["qwen3", "gpt_oss", "llama3", "lfm2"])
+def test_count_tokens_is_what_the_answer_reports(recipe: str) -> None:
+    with running_server(ScriptedRunner(), recipe=recipe) as server:
+        with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            for options in COUNTED:
+                body = {"model": "scripted", "messages": [{"role": "user", "content": "Grüße"}]} | options
+                counted = client.messages.count_tokens(**body).input_tokens
+                assert counted == client.messages.create(max_tokens=3, **body).usage.input_tokens, options
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_only_warm_the_cache(claude: Any, stream: bool) -> None:
+    if stream:
+        with claude.messages.stream(
+            model="scripted", max_tokens=0, messages=[{"role": "user", "content": "x"}]
+        ) as events:
+            message = events.get_final_message()
+    else:
+        message = create(claude, "x", max_tokens=0)
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+
+
+def test_structured_output(claude: Any) -> None:
+    message = create(claude, "[words]", output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    assert fits(json.loads(message.content[0].text)) and message.stop_reason == "end_turn"
 
 
 def test_sampling_fields_that_newer_clients_leave_out(claude: Any) -> None:

@@ -185,6 +185,37 @@ def test_completion_that_only_scores_its_prompt(client: openai.OpenAI) -> None:
     assert answer.choices[0].text == "abc"
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.tokens == ["a", "b", "c"]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 0, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"echo": True}, {"n": 3, "echo": True}, {"logprobs": 2}])
+@pytest.mark.parametrize("prompt", ["[words]", ["[words]", "x"]])
+def test_completion_of_no_tokens(client: openai.OpenAI, prompt: Any, options: Any) -> None:
+    asked = {"model": "scripted", "prompt": prompt, "max_tokens": 0} | options
+    texts = [text * bool(options.get("echo")) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+    answer = client.completions.create(**asked)
+    assert [choice.text for choice in answer.choices] == [text for text in texts for _ in range(options.get("n", 1))]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    assert chunks[-1].usage == answer.usage
+    for choice in answer.choices:
+        assert choice.text == "".join(c.text for chunk in chunks for c in chunk.choices if c.index == choice.index)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -1, -(2**63), 0])
+def test_every_seed_has_successors(client: openai.OpenAI, seed: int) -> None:
+    chat = client.chat.completions.create(model="scripted", messages=ask("x"), seed=seed, n=3)
+    text = client.completions.create(model="scripted", prompt="x", seed=seed, n=3)
+    assert len(chat.choices) == len(text.choices) == 3
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_of_no_tokens_is_refused(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="scripted", messages=ask("x"), **{name: 0})
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize("stream", [False, True])

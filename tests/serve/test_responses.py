@@ -11,11 +11,13 @@ import pytest
 from resin.recipes import Message, Role, Text
 from serve import HttpServer
 from serve.response_store import ResponseStore
-from tests.serve.conftest import WORDS
+from tests.serve.conftest import CALL, WORDS
 from tests.serve.running import running_server
-from tests.serve.scripted_runner import ScriptedRunner
+from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
+from tests.serve.test_fields import post
 from tests.serve.test_structured import SCHEMA, fits
 
+CALL_BODY = TOKENIZER.encode(CALL)
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 
 
@@ -122,6 +124,43 @@ def test_a_stream_can_be_built_upon_and_store_false_cannot(client: openai.OpenAI
     response = client.responses.create(model="scripted", input="[words]", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "statuses"),
+    [
+        ("[words]", 4, {"message": "incomplete"}),
+        ("[words]", 500, {"message": "completed"}),
+        ("[think]", 5, {"reasoning": "incomplete"}),
+        ("[think]", 20, {"reasoning": "completed", "message": "incomplete"}),
+        ("[call]", 500, {"message": "completed", "function_call": "completed"}),
+        ("[calls]", len(CALL_BODY) + 2, {"function_call": "completed"}),
+        ("[calls]", len(CALL_BODY) + 9, {"function_call": "completed", "message": "incomplete"}),
+    ],
+)
+def test_statuses_tell_the_same_everywhere(
+    client: openai.OpenAI, prompt: str, tokens: int, statuses: dict[str, str]
+) -> None:
+    options: Any = {"input": prompt, "max_output_tokens": tokens, "tools": [TOOL]}
+    whole = client.responses.create(model="scripted", **options)
+    assert {item.type: item.status for item in whole.output} == statuses  # type: ignore[union-attr]
+    events = events_of(client, **options)
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert {item.type: item.status for item in done} == statuses
+    assert [item.model_dump() for item in done] == [item.model_dump() for item in events[-1].response.output]
+    is_cut = whole.incomplete_details is not None
+    assert (whole.status, events[-1].type) == (
+        ("incomplete", "response.incomplete") if is_cut else ("completed", "response.completed")
+    )
+
+
+async def test_an_error_leaves_the_open_item_incomplete() -> None:
+    runner = ScriptedRunner(default="abcdefghij" * 300, step_s=0.002)
+    with running_server(runner, request_timeout_s=0.2) as server:
+        _, events = await post(server, "/v1/responses", {"input": "x", "stream": True})
+    last = json.loads(events.strip().splitlines()[-1].removeprefix("data: "))
+    assert last["type"] == "response.failed"
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
 
 
 def test_length_leaves_it_incomplete(client: openai.OpenAI) -> None:

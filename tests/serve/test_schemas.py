@@ -1,0 +1,218 @@
+"""JSON Schemas that clients send: what binds, what is an annotation, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from resin.plan import InvalidRequest
+from resin.recipes import Goal, Message, Role, Text, Tool, get_native_recipe
+from resin.recipes.calls import MAX_NESTING
+from resin.recipes.grammar import _FORMATS
+from serve import HttpServer
+from serve.errors import ApiError
+from serve.structured import GrammarCompiler
+from tests.serve.running import running_server
+from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
+from tests.serve.test_fields import post
+from tests.serve.test_structured import RECIPES, SCHEMA, fits
+
+CHATML = get_native_recipe("chatml", TOKENIZER)
+COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, CHATML.stop_token_ids)
+ASK = [{"role": "user", "content": "x"}]
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(count)}}
+
+
+def said(schema: dict[str, Any], text: str) -> str:
+    """As much of the text as the schema's grammar allows."""
+    (mask,) = COMPILER.compile(CHATML.write_grammar(Goal(schema=schema), []), 1, "schema")  # type: ignore[attr-defined]
+    ids: list[int] = []
+    for token in TOKENIZER.encode(text):
+        if not np.unpackbits(mask(ids).view(np.uint8), bitorder="little")[token]:
+            break
+        ids.append(token)
+    return TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize("known", sorted(_FORMATS))
+def test_known_formats_bind(known: str) -> None:
+    assert said({"type": "string", "format": known}, '"@ x"') != '"@ x"'
+
+
+@pytest.mark.parametrize("unknown", ["phone", "int64", "regex", "byte", "", "DATE", "uri-reference"])
+def test_unknown_formats_are_annotations(unknown: str) -> None:
+    leaf = {"type": "string", "format": unknown}
+    for schema, text in (
+        (leaf, '"@ x"'),
+        ({"$ref": "#/$defs/a", "$defs": {"a": leaf}}, '"@ x"'),
+        ({"type": "object", "properties": {"format": leaf}, "required": ["format"]}, '{"format": "@"}'),
+        ({"type": "array", "items": {"anyOf": [leaf, {"type": "null"}]}}, '["@", null]'),
+    ):
+        assert said(schema, text) == text
+    # Where it is data, it stays.
+    assert said({"const": {"format": unknown}}, json.dumps({"format": unknown})) == json.dumps({"format": unknown})
+    assert said({"enum": [{"format": unknown}]}, '{"x"') == '{"'
+
+
+@pytest.mark.parametrize(
+    "schema", [SCHEMA, {"type": "object"}, {"const": {"a": [1]}}, {"type": "array", "items": {"type": "integer"}}]
+)
+def test_white_space_comes_to_an_end(schema: dict[str, Any]) -> None:
+    """From every place of a document, blanks and breaks alone lead on for no more than a line."""
+    (mask,) = COMPILER.compile(CHATML.write_grammar(Goal(schema=schema), []), 1, "schema")  # type: ignore[attr-defined]
+    rng = np.random.default_rng(0)
+    ids: list[int] = []
+    for _ in range(60):
+        allowed = np.flatnonzero(np.unpackbits(mask(ids).view(np.uint8), bitorder="little"))
+        quotes = len(re.findall(r'(?<!\\)"', TOKENIZER.decode(ids)))
+        blank = list(ids)
+        while quotes % 2 == 0 and len(blank) - len(ids) < 100:
+            spaces = np.unpackbits(mask(blank).view(np.uint8), bitorder="little")
+            choices = [token for token in b"\n\t \r" if spaces[token]]
+            if not choices:
+                break
+            blank.append(choices[0])
+        assert len(blank) - len(ids) <= 33
+        assert blank[len(ids) :].count(10) <= 1
+        shown = [token for token in allowed.tolist() if token not in {*b"\n\t \r"}]
+        ids.append(int(rng.choice(shown)))
+        if ids[-1] in CHATML.stop_token_ids:
+            break
+
+
+CANNOT_START: dict[str, dict[str, Any]] = {
+    "cyclic": {"$ref": "#"},
+    "cyclic by two": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "options": optional(3000),
+    "options in a list": {"type": "array", "items": optional(1000), "minItems": 1},
+    "options in a field": {"type": "object", "properties": {"a": optional(1000)}, "required": ["a"]},
+    "nothing": {"enum": []},
+    "contradiction": {"type": "integer", "minimum": 5, "maximum": 4},
+    "keyword": {"not": {"type": "string"}},
+    "pattern": {"type": "string", "pattern": "(a"},
+    "reference": {"$ref": "#/$defs/none"},
+    "of the wrong kind": {"properties": 5},
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_START)
+async def test_a_schema_that_cannot_be_followed_is_refused_with_its_reason(server: HttpServer, name: str) -> None:
+    schema = CANNOT_START[name]
+    tool = {"name": "f", "parameters": schema, "strict": True}
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            "response_format",
+        ),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": tool}]}, "tools"),
+        (
+            "/v1/messages",
+            {"max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+            "output_config.format.schema",
+        ),
+    ]
+    for path, change, param in bodies:
+        if param == "tools" and name.startswith("options"):  # too long for the prompt
+            continue
+        status, answer = await post(server, path, {"messages": ASK} | change)
+        assert status == 400, answer
+        assert re.match(rf"{re.escape(param)}\b.*(not supported|expected)", answer["error"]["message"]), answer
+
+
+async def test_a_schema_that_fails_on_the_way_is_the_requests_fault() -> None:
+    runner = ScriptedRunner()
+    runner.answer("[deep]", '{"a": 1, "b": {}}')
+    either = {"anyOf": [optional(400), {**optional(400), "additionalProperties": False}]}
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": either}, "required": ["a", "b"]}
+    format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with running_server(runner) as server:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "[deep]"}], "response_format": format}
+        status, answer = await post(server, "/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "response_format")
+        status, events = await post(server, "/v1/chat/completions", body | {"stream": True})
+        assert status == 200 and '"param":"response_format"' in events
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """A schema that is a dictionary `levels` deep."""
+    schema: dict[str, Any] = {"type": "object"} if levels % 2 else {}
+    for _ in range((levels - 1) // 2):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema if levels % 2 else {"items": schema}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_nested_as_deep_as_bodies_may_be_is_rendered(name: str) -> None:
+    recipe, _ = RECIPES[name]
+    try:
+        recipe.render([Message(Role.USER, [Text("x")])], [Tool("f", "", nested(MAX_NESTING))])
+    except InvalidRequest as error:
+        assert "no tools" in str(error)
+
+
+@pytest.mark.parametrize("levels", [MAX_NESTING - 1, MAX_NESTING, MAX_NESTING + 1, 330, 900])
+async def test_deep_objects_are_answered_or_refused_by_name(server: HttpServer, levels: int) -> None:
+    schema = nested(levels)
+    calls = [{"function": {"name": "f", "arguments": json.dumps(schema)}}] if levels < 900 else []
+    turns: list[dict[str, Any]] = [*ASK, {"role": "assistant", "tool_calls": calls}, *ASK]
+    for strict in (False, True):
+        chat = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]}
+        claude = {"tools": [{"name": "f", "input_schema": schema, "strict": strict}], "max_tokens": 9}
+        answers = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
+        for path, change in (
+            ("/v1/chat/completions", {"messages": turns} | chat),
+            ("/v1/messages", {"messages": ASK} | claude),
+            ("/v1/responses", {"input": "x", "tools": [answers]}),
+            ("/v1/messages/count_tokens", {"messages": ASK} | claude),
+            ("/tokenize", {"messages": ASK} | chat),
+        ):
+            status, answer = await post(server, path, change)
+            if levels > MAX_NESTING:
+                assert status == 400
+                assert levels > 500 or "tools[0]" in answer["error"]["message"]
+            else:  # some prompts are too long, and some schemas more than grammars can say
+                reasons = ("context holds", "not supported") if strict else ("context holds",)
+                assert status == 200 or any(reason in answer["error"]["message"] for reason in reasons), answer
+
+
+def test_an_unsupported_schema_is_named_before_anything_runs() -> None:
+    with pytest.raises(ApiError) as caught:
+        COMPILER.compile(CHATML.write_grammar(Goal(schema={"$ref": "#"}), []), 1, "here")  # type: ignore[attr-defined]
+    assert caught.value.message == "here: this schema is not supported: no text fits it"
+
+
+def test_strictness_is_each_tools_own() -> None:
+    from serve.planning import Ask, ToolUse, goal_of
+    from serve.schemas.sampling import SamplingFields
+
+    tools = (Tool("a", "", SCHEMA), Tool("b", "", SCHEMA))
+    for use, parameters in (
+        (ToolUse(tools, strict=frozenset({"b"})), [{}, SCHEMA]),
+        (ToolUse(tools, is_parallel=False), [{}, {}]),
+        (ToolUse(tools, required=True), [SCHEMA, SCHEMA]),
+        (ToolUse(tools, only="a"), [SCHEMA]),
+    ):
+        goal, _ = goal_of(Ask([], SamplingFields(), None, {}, use))
+        assert goal is not None and [tool.parameters for tool in goal.tools] == parameters
+
+
+async def test_one_strict_tool_leaves_the_others_free(server: HttpServer) -> None:
+    """The script calls `weather` with arguments that fit no schema of this test."""
+    strict = {"name": "other", "parameters": SCHEMA, "strict": True}
+    for options, is_free in (({}, True), ({"strict": False}, True), ({"strict": True}, False)):
+        loose = {"name": "weather", "parameters": SCHEMA, **options}
+        tools = [{"type": "function", "function": function} for function in (strict, loose)]
+        body = {"messages": [{"role": "user", "content": "[calls]"}], "tools": tools}
+        _, answer = await post(server, "/v1/chat/completions", body)
+        (call, *_) = answer["choices"][0]["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert (arguments == {"city": "Bonn"}) == is_free
+        assert is_free or fits(arguments)
