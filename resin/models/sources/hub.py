@@ -1,23 +1,27 @@
-"""Weights on a Hugging Face style hub, by repository id and revision."""
+"""Weights on a Hugging Face style hub, by repository id and revision: `huggingface_hub` fetches and keeps them."""
 
-import http.client
+import errno
 import json
 import re
-import urllib.error
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import quote
 
-from resin.models.sources.cache import CachedFile, DownloadError, Progress, is_complete, locked, write_marker
-from resin.models.sources.transfer import RemoteFile, explain_status, open_address, transfer
+from resin.models.sources.cache import DownloadError, Progress
 from resin.settings import CACHE_DIRECTORY, HUB_ENDPOINT, HUB_TOKEN
 
 UNPINNED_REVISION = "main"
-_WANTED = ("*.safetensors", "*.json", "*.jinja")
-_SHARDS = "model*.safetensors"
+_BESIDE_WEIGHTS = ("*.json", "*.jinja")
+# Some repositories hold second copies of the weights under other names.
+_WEIGHTS = ("model*.safetensors", "*.safetensors")
+_NOT_AT_THE_TOP = ("*/*", ".*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +43,29 @@ class HubSource:
 
     @property
     def directory(self) -> Path:
-        return CACHE_DIRECTORY.read() / "hub" / self.repository.replace("/", "--")
+        """Where the hub's library keeps repositories."""
+        return CACHE_DIRECTORY.read() / "hub"
 
     def find(self) -> Path | None:
-        commit = self._known_commit()
-        return self.directory / commit if commit is not None and is_complete(self.directory / commit) else None
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return self._snapshot(local_files_only=True)
+        except (LocalEntryNotFoundError, HFValidationError, DownloadError):
+            return None
 
     def fetch(self, progress: Progress | None = None) -> Path:
         found = self.find()
         if found is not None:
             return found
-        commit, files = self._list_files()
-        with locked(self.directory):
-            snapshot = self.directory / commit
-            if not is_complete(snapshot):
-                self._transfer_all(snapshot, files, progress)
-            if not self.is_pinned:
-                (self.directory / "refs").mkdir(exist_ok=True)
-                ref = self._ref()
-                part = ref.with_name(ref.name + ".part")
-                part.write_text(commit, encoding="utf-8")
-                part.replace(ref)
-            return snapshot
+        stopped = threading.Event()
+        bar = _bar_class(self.repository, progress, stopped)
+        # In a thread: an interrupt then reaches this one, which tells the transfers to end.
+        with self._explained(), ThreadPoolExecutor(1, thread_name_prefix="resin-fetch") as pool:
+            try:
+                return pool.submit(self._snapshot, tqdm_class=bar).result()
+            finally:
+                stopped.set()
 
     def fetch_config(self) -> dict[str, Any]:
         """The repository's config.json alone, asked from the hub; nothing is kept.
@@ -68,90 +73,86 @@ class HubSource:
         Raises:
             DownloadError: it cannot be had.
         """
-        return self._ask(f"{HUB_ENDPOINT.read()}/{self.repository}/resolve/{quote(self.revision, safe='')}/config.json")
-
-    def _ref(self) -> Path:
-        return self.directory / "refs" / quote(self.revision, safe="")
-
-    def _known_commit(self) -> str | None:
-        if self.is_pinned:
-            return self.revision
-        try:
-            commit = self._ref().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return None
-        return commit if _COMMIT.fullmatch(commit) else None
-
-    def _transfer_all(self, snapshot: Path, files: list[RemoteFile], progress: Progress | None) -> None:
-        snapshot.mkdir(exist_ok=True)
-        total = sum(file.size_bytes for file in files)
-        done, finished = 0, {}
-        token = HUB_TOKEN.read()
-
-        def report(size_bytes: int) -> None:
-            if progress is not None:
-                progress(self.repository, done + size_bytes, total)
-
-        for file in files:
-            target = snapshot / file.name
-            # Only a finished transfer renames to this name, so a whole file of an earlier attempt is taken as it is.
-            if target.is_file() and target.stat().st_size == file.size_bytes and file.sha256 is not None:
-                finished[file.name] = CachedFile(file.size_bytes, file.sha256)
-            else:
-                finished[file.name] = transfer(file, target, token, report)
-            done += file.size_bytes
-            report(0)
-        write_marker(snapshot, finished)
-
-    def _list_files(self) -> tuple[str, list[RemoteFile]]:
-        endpoint = HUB_ENDPOINT.read()
-        listing = self._ask(
-            f"{endpoint}/api/models/{self.repository}/revision/{quote(self.revision, safe='')}?blobs=true"
-        )
-        commit, siblings = listing.get("sha"), listing.get("siblings")
-        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
-            raise DownloadError(self.repository, "the hub's answer names no commit or no files")
-        if self.is_pinned and commit != self.revision:
-            raise DownloadError(self.repository, f"asked for commit {self.revision}, the hub offers {commit}")
-        address = f"{endpoint}/{self.repository}/resolve/{commit}"
-        files = [_remote_file(sibling, address) for sibling in siblings]
-        chosen = _choose([file for file in files if file is not None])
-        if not any(file.name.endswith(".safetensors") for file in chosen):
-            raise DownloadError(self.repository, "holds no safetensors weights at its top level")
-        return commit, chosen
-
-    def _ask(self, address: str) -> dict[str, Any]:
-        try:
-            with open_address(address, HUB_TOKEN.read()) as response:
-                answer = json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            error.close()
-            raise DownloadError(self.repository, explain_status(error.code)) from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise DownloadError(self.repository, f"the hub cannot be reached ({reason})") from error
-        except ValueError as error:
-            raise DownloadError(self.repository, f"the hub's answer is not JSON ({error})") from error
+        bar = _bar_class(self.repository, None, threading.Event())
+        with self._explained(), TemporaryDirectory() as directory:
+            snapshot = self._download(Path(directory), ["config.json"], tqdm_class=bar)
+            answer = json.loads((snapshot / "config.json").read_bytes())
         return answer if isinstance(answer, dict) else {}
 
+    def _snapshot(self, **options: Any) -> Path:
+        """The directory of the wanted files."""
+        for weights in _WEIGHTS:
+            directory = self._download(self.directory, [*_BESIDE_WEIGHTS, weights], **options)
+            if any(directory.glob("*.safetensors")):
+                return directory
+        raise DownloadError(self.repository, "holds no safetensors weights at its top level")
 
-def _remote_file(sibling: Any, address: str) -> RemoteFile | None:
-    """Returns a listed file when it is wanted and safe to store under its name."""
-    if not isinstance(sibling, dict):
-        return None
-    name, size, lfs = sibling.get("rfilename"), sibling.get("size"), sibling.get("lfs")
-    if not isinstance(name, str) or "/" in name or "\\" in name or name.startswith("."):
-        return None
-    if not isinstance(size, int) or size < 0 or not any(fnmatch(name, pattern) for pattern in _WANTED):
-        return None
-    sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
-    # For large files the git object is only a pointer, so its id says nothing about the bytes.
-    git_sha1 = sibling.get("blobId") if sha256 is None else None
-    return RemoteFile(name, f"{address}/{quote(name)}", size, sha256, git_sha1)
+    def _download(self, cache: Path, wanted: list[str], **options: Any) -> Path:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self.repository,
+                revision=self.revision,
+                cache_dir=cache,
+                endpoint=HUB_ENDPOINT.read(),
+                token=HUB_TOKEN.read(),
+                allow_patterns=wanted,
+                ignore_patterns=list(_NOT_AT_THE_TOP),
+                **options,
+            )
+        )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns what the hub's library raises into what a user can do about it."""
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, XetDownloadError
+        from huggingface_hub.errors import HTTPError as ConnectionFault  # type: ignore[attr-defined]
+
+        try:
+            yield
+        except HfHubHTTPError as error:
+            raise DownloadError(self.repository, explain_status(error.response.status_code)) from error
+        except LocalEntryNotFoundError as error:
+            cause = error.__cause__
+            if isinstance(cause, HfHubHTTPError):
+                raise DownloadError(self.repository, explain_status(cause.response.status_code)) from error
+            raise DownloadError(self.repository, f"the hub cannot be reached ({cause or error})") from error
+        except (ConnectionFault, XetDownloadError) as error:
+            reason = f"the connection failed ({error}); what arrived is kept, run again to resume"
+            raise DownloadError(self.repository, reason) from error
+        except OSError as error:
+            what = "cannot be written" if error.errno in _DISK_FAULTS else "cannot be fetched"
+            raise DownloadError(self.repository, f"{what}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise DownloadError(self.repository, f"cannot be fetched: {error}") from error
 
 
-def _choose(files: list[RemoteFile]) -> list[RemoteFile]:
-    """Leaves out second copies of the weights under other names."""
-    if not any(fnmatch(file.name, _SHARDS) for file in files):
-        return files
-    return [file for file in files if not file.name.endswith(".safetensors") or fnmatch(file.name, _SHARDS)]
+def explain_status(status: int) -> str:
+    """Says what an HTTP status means to somebody who wants a model."""
+    if status in (401, 403):
+        return f"access denied (HTTP {status}): accept the model's terms on the hub and set HF_TOKEN"
+    if status == 404:
+        return "not found (HTTP 404): check the name and the revision; a private model looks the same without HF_TOKEN"
+    return f"the server answered HTTP {status}"
+
+
+def _bar_class(repository: str, progress: Progress | None, stopped: threading.Event) -> type[Any]:
+    """A progress bar of the hub's library that shows nothing and passes on bytes; it ends transfers once stopped."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+            self.counts_bytes = name == "huggingface_hub.snapshot_download"
+
+        def update(self, n: float | None = 1) -> None:
+            if stopped.is_set():
+                raise InterruptedError("the transfer was stopped")
+            if self.counts_bytes:
+                with self.get_lock():
+                    self.n += n or 0
+                    if progress is not None:
+                        progress(repository, int(self.n), int(self.total))
+
+    return Bar
