@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -162,45 +162,59 @@ def read_separated_calls(text: str, tools: Sequence[Tool] = ()) -> list[Call] | 
 _FENCED = re.compile(r"(?s)([^\n]+)\n```json\n(.*)\n```")
 
 
-def read_mistral_calls(text: str, tools: Sequence[Tool] = ()) -> list[Call] | None:
-    """A JSON list, or name, `[ARGS]` and JSON."""
+def read_named_calls(text: str, tools: Sequence[Tool] = ()) -> list[Call] | None:
+    """Name, `[ARGS]` and JSON; None if the text is something else."""
     named = _NAMED.fullmatch(text.strip())
-    if named is None:
-        return read_json_calls(text)
-    arguments = arguments_json(named[2])
-    return None if arguments is None else [Call(named[1], arguments)]
+    arguments = None if named is None else arguments_json(named[2])
+    return None if named is None or arguments is None else [Call(named[1], arguments)]
 
 
 _NAMED = re.compile(r"(?s)([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)")
 
 
 def read_pythonic_calls(text: str, tools: Sequence[Tool] = ()) -> list[Call] | None:
-    """`[name(key="value")]`, or JSON."""
-    return read_python_calls(text) or read_json_calls(text)
+    """`[name(key="value")]`."""
+    return read_python_calls(text)
 
 
-def _json_calls(text: str, tools: Sequence[Tool] = ()) -> list[Call] | None:
-    return read_json_calls(text)
+def _tags(
+    opening: str,
+    closing: str,
+    read: CallReader | None = None,
+    *,
+    inner: tuple[str, ...] = (),
+    frame: tuple[str, ...] = (),
+) -> Tags:
+    """Where a grammar binds the model, it writes JSON, whatever its own format is."""
 
+    def read_calls(text: str, tools: Sequence[Tool]) -> list[Call] | None:
+        return (read(text, tools) if read is not None else None) or read_json_calls(text)
+
+    return Tags(tool_call=(opening, closing), read_calls=read_calls, inner=inner, frame=frame)
+
+
+CallReader = Callable[[str, Sequence[Tool]], "list[Call] | None"]
 
 CALL_FORMATS: Mapping[str, Tags] = MappingProxyType(
     {
-        "json": Tags(tool_call=("<tool_call>", "</tool_call>"), read_calls=_json_calls),
-        "xml": Tags(tool_call=("<tool_call>", "</tool_call>"), read_calls=read_marked_calls),
-        "python": Tags(tool_call=("<|tool_call_start|>", "<|tool_call_end|>"), read_calls=read_pythonic_calls),
-        "escaped": Tags(
-            tool_call=("<start_function_call>", "<end_function_call>"), read_calls=read_escaped_calls, inner=(_ESCAPE,)
-        ),
-        "deepseek": Tags(
-            tool_call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),  # noqa: RUF001
-            read_calls=read_separated_calls,
+        "json": _tags("<tool_call>", "</tool_call>"),
+        "xml": _tags("<tool_call>", "</tool_call>", read_marked_calls),
+        "python": _tags("<|tool_call_start|>", "<|tool_call_end|>", read_pythonic_calls),
+        "escaped": _tags("<start_function_call>", "<end_function_call>", read_escaped_calls, inner=(_ESCAPE,)),
+        "deepseek": _tags(
+            "<｜tool▁call▁begin｜>",  # noqa: RUF001
+            "<｜tool▁call▁end｜>",  # noqa: RUF001
+            read_separated_calls,
             inner=(_SEPARATOR,),
             frame=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # noqa: RUF001
         ),
-        "mistral": Tags(tool_call=("[TOOL_CALLS]", ""), read_calls=read_mistral_calls, inner=("[ARGS]", "[CALL_ID]")),
+        "mistral": _tags("[TOOL_CALLS]", "", read_named_calls, inner=("[ARGS]", "[CALL_ID]")),
     }
 )
-"""Formats with tags by name."""
+"""Formats with tags by name. All read JSON too."""
+
+LISTS = ("python", "mistral")
+"""Those in which one pair of tags holds a list of calls."""
 
 HARMONY = "harmony"
 """The format of gpt-oss, in which reasoning and calls are messages with a header."""

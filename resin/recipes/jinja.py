@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resin.plan.errors import InvalidRequest
-from resin.recipes.call_formats import BARE_JSON, HARMONY
+from resin.recipes.call_formats import BARE_JSON, HARMONY, LISTS
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.harmony import HarmonyRecipe
 from resin.recipes.llama3 import Llama3Recipe
@@ -20,8 +20,6 @@ from resin.recipes.template import ChatTemplate, Marks
 from resin.recipes.template_traits import probe_template
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-_IS_LIST = {"json": False, "python": True}
-"""Formats that a grammar can hold to: whether all calls stand in one pair of tags."""
 
 
 class JinjaRecipe:
@@ -71,11 +69,13 @@ class JinjaRecipe:
         if self._native is not None:
             return self._native.write_grammar(goal, prompt_ids)
         traits = self.traits
-        if goal.tools and traits.call_format not in _IS_LIST:
+        if goal.tools and traits.tags.tool_call is None:
             names = [tool.name for tool in goal.tools]
-            raise InvalidRequest("tools", names, f"calls in JSON to hold to a schema: here {traits.describe()}")
+            raise InvalidRequest(
+                "tools", names, f"a chat template with calls that can be read: here {traits.describe()}"
+            )
         inside = opens_reasoning(self._tokenizer, traits.tags, prompt_ids)
-        call_list = _IS_LIST.get(traits.call_format, False)
+        call_list = traits.call_format in LISTS
         return tagged_grammar(self._tokenizer, traits.tags, goal, inside_reasoning=inside, call_list=call_list)
 
     def create_parser(self, prompt_ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> Parser:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from resin.recipes.call_formats import read_pythonic_calls
+from resin.recipes.call_formats import CALL_FORMATS
 from resin.recipes.calls import dump_json, parsed_arguments
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import Script, require_tokens, stop_ids
-from resin.recipes.tagged import TaggedParser, Tags, opens_reasoning
+from resin.recipes.tagged import TaggedParser, opens_reasoning
 
-_TAGS = Tags(
-    reasoning=("<think>", "</think>"),
-    tool_call=("<|tool_call_start|>", "<|tool_call_end|>"),
-    read_calls=read_pythonic_calls,
-)
+_TAGS = replace(CALL_FORMATS["python"], reasoning=("<think>", "</think>"))
 
 
 class Lfm2Recipe:

@@ -120,6 +120,8 @@ def _with_tools() -> Iterator[Conversation]:
     yield Conversation("result and system", [("system", "Be brief."), *loop], [WEATHER, SEARCH])
     yield Conversation("result and answer", [*loop, ("assistant", "It is sunny."), ("user", "Thanks!")], [WEATHER])
     yield Conversation("answered result", [*loop, ("assistant", "It is sunny.")], [WEATHER], is_answered=True)
+    yield Conversation("result without tools", loop)
+    yield Conversation("two calls without tools", [asked, TWO_CALLS, ("tool", "wet"), ("tool", "none"), asked])
     yield Conversation("two loops", [*loop, CALL, ("tool", "rain")], [WEATHER])
     yield Conversation("two calls", [asked, TWO_CALLS, ("tool", "wet"), ("tool", "none found")], [WEATHER, SEARCH])
     yield Conversation("call after words", [asked, ("words", "Let me see."), CALL, ("tool", "wet")], [WEATHER])

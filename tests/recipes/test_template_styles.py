@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from resin.plan import InvalidRequest
@@ -25,7 +26,9 @@ from resin.recipes import (
     find_recipe,
     get_native_recipe,
 )
+from resin.recipes.call_formats import LISTS
 from resin.recipes.jinja import JinjaRecipe
+from serve.structured import GrammarCompiler
 from tests.recipes.conversations import WEATHER
 from tests.recipes.style import CONTROLS, styled_tokenizer
 
@@ -175,16 +178,39 @@ def test_nested_values_in_escapes() -> None:
     assert json.loads(call.arguments) == {"a": "x,{y}:z", "b": [1, {"c": True}], "d": None, "e": {}}
 
 
-@pytest.mark.parametrize("name", ["hermes", "thinking", "lfm25", "harmony", "llama3"])
-def test_schemas_can_be_enforced(name: str) -> None:
-    recipe = RECIPES[name]
-    assert "get_weather" in recipe.write_grammar(Goal(tools=(WEATHER,)), recipe.render([ASKED], [WEATHER]))
+def allowed_start(name: str, goal: Goal, answer: str) -> str:
+    """As much of an answer as a model may write."""
+    recipe, tokenizer = RECIPES[name], styled_tokenizer(name)
+    prompt = recipe.render([ASKED], [WEATHER] if recipe.traits.shows_tools else [])
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, recipe.stop_token_ids)
+    (mask,) = compiler.compile(recipe.write_grammar(goal, prompt), 1, "tools")
+    said: list[int] = []
+    for token in [*tokenizer.encode(answer), recipe.stop_token_ids[0]]:
+        if not np.unpackbits(mask(said).view(np.uint8), bitorder="little")[token]:
+            break
+        said.append(token)
+    return tokenizer.decode(said)
 
 
-@pytest.mark.parametrize("name", ["coder", "function-gemma", "deepseek", "zephyr"])
-def test_where_schemas_cannot_be_enforced_the_reason_is_named(name: str) -> None:
-    recipe = RECIPES[name]
-    with pytest.raises(InvalidRequest, match="calls in JSON"):
+@pytest.mark.parametrize("name", [name for name in WITH_CALLS if name not in ("harmony", "llama3")])
+def test_where_a_schema_binds_calls_are_json_and_are_read(name: str) -> None:
+    opening, closing = RECIPES[name].traits.tags.tool_call or ("", "")
+    thoughts = "Hm.</think>" if name in ("thinking", "deepseek-short") else ""
+    listed = RECIPES[name].traits.call_format in LISTS
+    body = f'{{"name": "get_weather", "arguments": {CALL.arguments}}}'
+    call = f"{thoughts}{opening}{f'[{body}]' if listed else body}{closing}"
+    goal = Goal(tools=(WEATHER,), is_parallel=False)
+    assert allowed_start(name, goal, call).startswith(call)
+    assert len(allowed_start(name, goal, call)) > len(call)  # and then it may end
+    wrong = call.replace("2}", '"2"}')
+    assert not allowed_start(name, goal, wrong).startswith(wrong)
+    (read,) = [delta for delta in parse(name, call) if not isinstance(delta, ReasoningDelta)]
+    assert isinstance(read, ToolCallDelta) and json.loads(read.arguments) == ARGUMENTS
+
+
+def test_where_calls_cannot_be_read_none_can_be_asked_for() -> None:
+    recipe = RECIPES["zephyr"]
+    with pytest.raises(InvalidRequest, match="calls that can be read: here no tools"):
         recipe.write_grammar(Goal(tools=(WEATHER,)), recipe.render([ASKED]))
     assert recipe.write_grammar(Goal(schema={"type": "object"}), recipe.render([ASKED]))
 
