@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from resin.models.loading import CheckpointError
+from resin.models.loading.directory import read_json_object
 from resin.models.registry import DEFAULT_MODEL, open_checkpoint, resolve
 from resin.models.sources import HubSource
 from resin.plan import InvalidRequest
@@ -99,7 +100,7 @@ def _describe_recipe(source: str, model_type: str) -> str:
 def _read_config(source: str) -> dict[str, object]:
     path = Path(source)
     if path.suffix == ".json" and path.is_file():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return read_json_object(path)
     found = resolve(source)
     if isinstance(found, HubSource) and found.find() is None:
         return found.fetch_config()

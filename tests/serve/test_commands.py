@@ -338,6 +338,14 @@ def test_a_wrong_recipe_is_found_before_anything_is_fetched(
     assert capsys.readouterr().err.startswith(f"resin: recipe={recipe!r}: expected")
 
 
+@pytest.mark.parametrize("text", ["{oops", "[1]", "", '"text"'])
+def test_inspect_names_a_config_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["inspect", str(tmp_path / "config.json")]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("resin: ") and "config.json: is not" in line
+
+
 def test_a_server_logs_what_is_its_own() -> None:
     code = """
 import logging, sys
