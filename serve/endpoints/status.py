@@ -39,6 +39,7 @@ async def get_health(request: web.Request) -> web.Response:
     """200 while requests are taken and served, 503 while the server drains or its engine makes no step."""
     service = service_of(request)
     room = service.engine.context_length - 1
+    longest = min(service.config.max_output_tokens or room, room)
     status = "draining" if service.is_draining else "stalled" if service.actor.is_stalled else "ok"
     state = {
         "status": status,
@@ -48,7 +49,8 @@ async def get_health(request: web.Request) -> web.Response:
         "chat": service.recipe is not None,
         "thinking": service.can_switch_thinking,
         "sampling": service.sampling.params(),
-        "max_output_tokens": min(service.config.max_output_tokens or room, room),
+        "max_output_tokens": longest,
+        "answer_tokens": min(service.sampling.max_output_tokens, longest),  # what the page asks for
         "active_sessions": service.actor.active,
         "queued": service.actor.queued,
     }

@@ -76,13 +76,13 @@ async function* readEvents(response) {
 function requestBody(history) {
   const system = $("system").value.trim();
   const number = (id) => ($(id).value === "" ? {} : { [id]: Number($(id).value) }); // empty: the server's default
-  const asked = Number($("max_tokens").value);
+  const asked = Number($("max_tokens").value) || server.answer_tokens;
   return {
     model: server.model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
     ...number("temperature"),
     ...number("top_p"),
-    ...(asked > 0 ? { max_tokens: Math.min(asked, server.max_output_tokens) } : {}),
+    max_tokens: Math.min(asked, server.max_output_tokens),
     ...(server.thinking ? { chat_template_kwargs: { enable_thinking: $("thinks").checked } } : {}),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -214,7 +214,7 @@ function describeServer() {
   $("temperature").placeholder = server.sampling.temperature;
   $("top_p").placeholder = server.sampling.top_p;
   $("max_tokens").max = server.max_output_tokens;
-  $("max_tokens").placeholder = `what fits, at most ${server.max_output_tokens}`;
+  $("max_tokens").placeholder = `${server.answer_tokens}, at most ${server.max_output_tokens}`;
   $("thinking").hidden = !server.thinking;
   const context = `${server.context_length.toLocaleString("en")} tokens of context, messages and answers together`;
   $("greeting").textContent = server.chat

@@ -31,14 +31,15 @@ async def test_defaults_are_those_of_the_server(path: str, monkeypatch: pytest.M
         return submit(self, *args, sampling_params=sampling_params, **options)
 
     monkeypatch.setattr(Engine, "submit", spy)
-    chosen = SamplingDefaults(temperature=0.3, top_p=0.8, top_k=7, repetition_penalty=1.1)
+    chosen = SamplingDefaults(temperature=0.3, top_p=0.8, top_k=7, repetition_penalty=1.1, max_output_tokens=512)
     with running_server(ScriptedRunner(), sampling=chosen) as server:
         async with aiohttp.ClientSession(server.url) as session:
             for extra in ({}, {"temperature": 1.5, "top_p": 1.0}):
                 async with session.post(path, json=BODIES[path] | extra) as response:
                     assert response.status == 200, await response.text()
             async with session.get("/health") as response:
-                assert (await response.json())["sampling"] == chosen.params()
+                state = await response.json()
+                assert (state["sampling"], state["answer_tokens"]) == (chosen.params(), 512)
     silent, said = seen
     assert (silent.temperature, silent.top_p, silent.top_k, silent.repetition_penalty) == (0.3, 0.8, 7, 1.1)
     assert (said.temperature, said.top_p, said.top_k, said.repetition_penalty) == (1.5, 1.0, 7, 1.1)
