@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `resin inspect | head`: nobody wants the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ResinError, OSError) as error:
         print(f"resin: {error}", file=sys.stderr)
         return 1

@@ -346,6 +346,14 @@ def test_inspect_names_a_config_that_is_none(text: str, tmp_path: Path, capsys: 
     assert line.startswith("resin: ") and "config.json: is not" in line
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = "from serve import cli; from serve.commands import download; "
+    code += "download.run = lambda args: print('x' * 10**6) or 0; cli.main(['download', 'm'])"
+    command = ["bash", "-c", f'{sys.executable} -c "{code}" | head -c 1']
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("x", "")
+
+
 def test_a_server_logs_what_is_its_own() -> None:
     code = """
 import logging, sys
