@@ -14,6 +14,7 @@ from resin import ArenaSpec, Engine, Policy, SamplingParams, StateGroup, WindowG
 from resin.conformance.generation import TOP, Comparison, Job, SharedRunner, Trace, compare, generate
 from resin.conformance.plain import PlainForward
 from resin.conformance.report import Check, Report
+from resin.conformance.tolerance import ENGINE_SPREADS, FP8_SHARE, REFERENCE_SPREADS, rounding_share
 from resin.models.declare import Placement
 from resin.models.families import read_model
 from resin.models.loading.checkpoint import Checkpoint
@@ -24,20 +25,14 @@ from resin.sched.cache import CacheManager
 
 MAX_SEQUENCES = 4
 
-# Two orders of summation can round one 8-bit key to different neighbours, a sixteenth apart.
-FP8_TOLERANCE = 1e-2
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the workload and how much may differ.
+    """Sizes of the workload.
 
     Attributes:
         output_tokens: tokens that each job generates.
         page_tokens: of the first paged group, and the chunk of the small prefill bucket.
-        engine_tolerance: between logprobs of two ways through the Engine, or the Engine and the plain forward; times
-            the standard deviation of the logits where that is above 1.
-        reference_tolerance: between our logits and the reference's, as a share of their standard deviation.
         buckets: try every bucket; False compiles the fewest.
         kv_dtype: "float8_e4m3fn" for keys and values in 8 bits, which the plain forward then rounds alike.
         tp: devices to split the model over; above 1, checks that need the plain forward cannot run.
@@ -46,8 +41,6 @@ class Settings:
 
     output_tokens: int = 12
     page_tokens: int = 16
-    engine_tolerance: float = 1e-5
-    reference_tolerance: float = 1e-4
     buckets: bool = True
     kv_dtype: str | None = None
     tp: int = 1
@@ -60,7 +53,7 @@ class ConformanceKit:
     Args:
         checkpoint: weights and config.
         model: "package.module:Name"; None finds it by `model_type`.
-        settings: sizes and tolerances.
+        settings: sizes.
         progress: called while weights load and programs compile.
 
     Raises:
@@ -149,8 +142,15 @@ class ConformanceKit:
     @cached_property
     def tolerance(self) -> float:
         """Largest difference of a logprob between two ways to compute it."""
-        least = FP8_TOLERANCE if self.settings.kv_dtype is not None else 0.0
-        return max(self.settings.engine_tolerance, least) * max(1.0, self.plain.score(self.jobs[-2].prompt).deviation)
+        share = ENGINE_SPREADS * rounding_share(self.runner.model, "float32")
+        if self.settings.kv_dtype is not None:
+            share = max(share, FP8_SHARE)
+        return share * max(1.0, self.plain.score(self.jobs[-2].prompt).deviation)
+
+    @property
+    def reference_tolerance(self) -> float:
+        """Largest difference from another implementation's logits, as a share of their deviation."""
+        return REFERENCE_SPREADS * rounding_share(self.runner.model, "float32")
 
     def compare(self, traces: Sequence[Trace]) -> Comparison:
         """These results against the baseline's."""
@@ -189,7 +189,7 @@ def verify(
         checkpoint: weights and config.
         model: "package.module:Name" for a model file outside this library.
         reference: `token_ids` int [T] and `logits` float [T, vocab] of another implementation.
-        settings: sizes and tolerances.
+        settings: sizes.
         progress: called while weights load and programs compile.
 
     Raises:

@@ -24,12 +24,17 @@ def reference_checks(reference: Mapping[str, np.ndarray] | None) -> dict[str, Ca
     }
 
 
+def _found(kit: ConformanceKit, share: float) -> Found:
+    allowed = kit.reference_tolerance
+    return share <= allowed, f"largest difference {share:.1e} of the deviation, allowed {allowed:.1e}"
+
+
 def reference_logits(kit: ConformanceKit, *, reference: Mapping[str, np.ndarray]) -> Found:
     """Logits of the plain forward; the difference is a share of the reference's standard deviation."""
     expected = reference["logits"]
     got = kit.plain.logits(reference["token_ids"])
     share = difference_of(got, expected) / float(expected.std())
-    return share <= kit.settings.reference_tolerance, f"largest difference {share:.1e} of the deviation"
+    return _found(kit, share)
 
 
 def reference_steps(kit: ConformanceKit, *, reference: Mapping[str, np.ndarray]) -> Found:
@@ -53,4 +58,4 @@ def reference_steps(kit: ConformanceKit, *, reference: Mapping[str, np.ndarray])
     got_top = np.concatenate([held.top_logprobs, np.stack(trace.top)])
     differences = difference_of(got, expected.following), difference_of(got_top, expected.top)
     share = float(np.max(differences) / logits.std())
-    return share <= kit.settings.reference_tolerance, f"largest difference {share:.1e} of the deviation"
+    return _found(kit, share)

@@ -56,8 +56,9 @@ def test_no_check_passes_over_numbers_that_are_none(bad: float, monkeypatch: pyt
     ids = np.array([3, 1, 2])
     scored = score_logits(np.eye(3, 24, dtype=np.float32), ids)
     plain = SimpleNamespace(score=lambda _: scored, logits=lambda _: np.full((3, 24), bad))
-    settings = SimpleNamespace(reference_tolerance=1e-4)
-    kit = SimpleNamespace(jobs=(), plain=plain, tolerance=1e-5, settings=settings, engine=nullcontext, vocab_size=24)
+    kit = SimpleNamespace(
+        jobs=(), plain=plain, tolerance=1e-5, reference_tolerance=1e-4, engine=nullcontext, vocab_size=24
+    )
     for place in range(2):
         chosen, top = np.array(scored.following), scored.top[:, :TOP]
         chosen[place] = bad

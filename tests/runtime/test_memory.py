@@ -28,7 +28,8 @@ from tests.runtime.cuda_topology import abstract_gpu_mesh, has_cuda_compiler
 ARENA_BYTES = 4 << 30
 PROMPT_ROWS = 64  # whose logits are made at once
 # The bound on activations: so many arrays of float32 as wide as the widest layer, and so many of logits, live at once.
-LAYER_ARRAYS, LOGIT_ARRAYS = 8, 4
+# A sort has its logits and their ids, both twice, beside what else there is of them.
+LAYER_ARRAYS, LOGIT_ARRAYS = 8, 8
 SCRATCH_BYTES = 1 << 20  # what does not grow with tokens: partial sums, counters, tiles of attention
 
 
@@ -60,8 +61,7 @@ def check_temporaries(config: Mapping[str, Any], mesh: Mesh, **changes: Any) -> 
         bound = activation_bytes(spec, bucket)
         for kind in spec.kinds(bucket):
             used = program_temporary_bytes(compile_step(spec, bucket, arena, kind))
-            assert used <= arena.total_bytes / 100 + bound, f"{bucket}, {kind}: {used / 1e6:.1f} MB"
-            assert used <= bound, f"{bucket}, {kind}: {used / 1e6:.1f} MB, of which activations may take {bound / 1e6}"
+            assert used <= bound, f"{bucket}, {kind}: {used / 1e6:.1f} MB, {bound / 1e6:.1f} allowed"
 
 
 # One group of each kind, and the two ways to append: through a kernel that turns the heads, and by a scatter.
