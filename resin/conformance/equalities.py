@@ -13,6 +13,7 @@ from resin.conformance.generation import TOP, Comparison, Job, Trace, compare, d
 from resin.conformance.kit import ConformanceKit
 
 Found = tuple[bool | None, str]
+NO_PREFIX = "no token needs an earlier one's cache"
 
 
 def _found(comparison: Comparison, note: str = "") -> Found:
@@ -83,6 +84,8 @@ def prefix_cold(kit: ConformanceKit) -> Found:
 
 def prefix_hit(kit: ConformanceKit) -> Found:
     """The same prompts again, resumed from what the first run left; every hit and every loss is accounted for."""
+    if not kit.keeps_prefixes:
+        return None, NO_PREFIX
     with kit.engine(prefix_cache=True, overlap=1) as engine:
         generate(engine, kit.jobs)
         traces = generate(engine, kit.jobs, alone=True)
@@ -111,6 +114,8 @@ def _audit_fault(kit: ConformanceKit, engine: Engine, traces: list[Trace]) -> st
 
 def conversation(kit: ConformanceKit) -> Found:
     """A second turn that starts with the first one's prompt and output equals the same prompt without a cache."""
+    if not kit.keeps_prefixes:
+        return None, NO_PREFIX
     first = kit.jobs[2]
     with kit.engine(prefix_cache=True) as engine:
         answer = generate(engine, [first])[0]
@@ -126,6 +131,8 @@ def conversation(kit: ConformanceKit) -> Found:
 
 def retracted(kit: ConformanceKit) -> Found:
     """Requests that lost their pages under memory pressure and started over."""
+    if not kit.grows:
+        return None, "no request outgrows the pages that it starts with"
     page = kit.settings.page_tokens
     # Short prompts and long outputs: all are admitted, and then they outgrow the pool.
     jobs = [Job(kit.jobs[1].prompt[: 3 + i], replace(kit.jobs[0].params, max_output_tokens=3 * page)) for i in range(4)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from resin import ArenaSpec, Engine, Policy, SamplingParams, StateGroup, WindowGroup
+from resin import ArenaSpec, Engine, HistoryGroup, Policy, SamplingParams, StateGroup, WindowGroup
 from resin.conformance.generation import TOP, Comparison, Job, SharedRunner, Trace, compare, generate
 from resin.conformance.plain import PlainForward
 from resin.conformance.report import Check, Report
@@ -78,7 +78,12 @@ class ConformanceKit:
         context = whole + 2 * settings.page_tokens + 2 * settings.output_tokens
         if context > config.max_context_tokens:
             raise InvalidRequest("max_context_tokens", config.max_context_tokens, f"at least {context} for this check")
-        self.has_state = any(isinstance(group, StateGroup) for group in groups)
+        # A window of one token keeps nothing of what came before, and a State does not grow.
+        self.grows = any(
+            isinstance(group, HistoryGroup) or (isinstance(group, WindowGroup) and group.window_tokens > 1)
+            for group in groups
+        )
+        self.keeps_prefixes = self.grows or any(isinstance(group, StateGroup) for group in groups)
         options = RunnerOptions(
             dtype="float32",
             cache_dtype="float32",
