@@ -378,3 +378,12 @@ def test_help_needs_no_jax() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "registered name, local path" in result.stdout
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", '"llama"', '{"model_type": ["llama"]}'])
+def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["inspect", str(path)]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and ("config.json" in lines[0] or "model_type=" in lines[0])

