@@ -25,6 +25,8 @@ class HarmonyRecipe:
     line; no line without it). Reasoning is replayed only after the last final answer, where a tool loop is open.
     """
 
+    answer_opening = "<|channel|>final<|message|>"
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         tokens = [f"<|{name}|>" for name in _NAMES]

@@ -63,7 +63,9 @@ class JinjaRecipe:
             turn |= {key: marks.mark(value) for key, value in turn.items() if key != "role"}
         offers = [marks.mark(tool.to_function()) for tool in tools]
         text = self._render(turns, offers, add_generation_prompt, options)
-        return self._tokenizer.encode_parts(marks.split(text + marks.mark(answer_start)))
+        if answer_start:
+            text += (self._native.answer_opening if self._native is not None else "") + marks.mark(answer_start)
+        return self._tokenizer.encode_parts(marks.split(text))
 
     def write_grammar(self, goal: Goal, prompt_ids: Sequence[int]) -> str:
         if self._native is not None:

@@ -32,6 +32,8 @@ class Llama3Recipe:
     makers rule out, are separated by semicolons. Results come back as JSON strings in the role `ipython`.
     """
 
+    answer_opening = ""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

@@ -20,8 +20,8 @@ from resin.recipes.script import parse_date
 
 _MARK, _ESCAPE = "\ufdd0", "\ufdd1"
 """Code points that Unicode reserves for uses inside a program. A mark stands after the first character of every control
-token that a message spells, so that the rendered text tells those from the template's own; where a message holds one of
-the two itself, an escape and a digit stand for it."""
+token that a message spells, and after the beginning of one, so that the rendered text tells those from the template's
+own; where a message holds one of the two itself, an escape and a digit stand for it."""
 
 
 class ChatTemplate:
@@ -61,6 +61,8 @@ class Marks:
         spelled = "|".join(map(re.escape, sorted(controls, key=lambda text: (-len(text), text)))) or "(?!)"
         self.pattern = re.compile(f"({spelled})")
         self._overlapping = re.compile(f"(?={spelled})")
+        self._beginnings = {control[:end] for control in controls for end in range(1, len(control))}
+        self._longest = max(map(len, self._beginnings), default=0)
 
     def mark(self, value: Any) -> Any:
         """The same structure with every string marked."""
@@ -83,6 +85,10 @@ class Marks:
         # Templates put names and keys into brackets of their own.
         if any(opening + text + closing in self._controls for opening, closing in _BRACKETS):
             starts.add(1)
+        # What follows might complete the beginning of a control token at the end.
+        end = len(text.rstrip())
+        if any(text[end - length : end] in self._beginnings for length in range(1, min(end, self._longest) + 1)):
+            starts.add(end)
         return _MARK.join(text[begin:end] for begin, end in pairwise([0, *sorted(starts), len(text)]))
 
 

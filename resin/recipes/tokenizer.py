@@ -6,11 +6,11 @@ import copy
 import json
 import re
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
@@ -188,41 +188,39 @@ class _MarkedTokenizer:
         """Takes the tokenizer over."""
         tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in controls])
         tokenizer.encode_special_tokens = True
-        self._tokenizer = tokenizer
-        self._added = added
-        self._secret = secrets.token_hex(16)
-        self._mark_of: dict[int, str] = {}
-        self._id_of_mark: dict[int, int] = {}
-        self._lock = threading.Lock()
+        secret = secrets.token_hex(16)
         # The library numbers new tokens by their count, so that in a vocabulary with gaps a mark would get the id of
-        # a real token; these take such ids up.
-        first = self._add("")
-        tokenizer.add_tokens([self._spell(f"-{index}") for index in range(first + 1, vocab_size)])
+        # a real token; fillers take such ids up.
+        tokenizer.add_tokens([f"<{secret}>"])
+        first = tokenizer.token_to_id(f"<{secret}>")
+        assert first is not None
+        tokenizer.add_tokens([f"<{secret}-{index}>" for index in range(first + 1, vocab_size)])
+        self._mark_of = {index: f"<{secret}:{index}>" for index in controls.values()}
+        tokenizer.add_tokens([_like(added[index], mark) for index, mark in self._mark_of.items()])
+        self._id_of_mark = {tokenizer.token_to_id(mark): index for index, mark in self._mark_of.items()}
+        self._tokenizer = tokenizer
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
-        text = "".join(part if isinstance(part, str) else self._mark(part) for part in parts)
+        ids: list[int] = []
+        pending: list[str] = []
+        for part in parts:
+            spelled = part if isinstance(part, str) else self._mark_of.get(part)
+            if spelled is not None:
+                pending.append(spelled)
+            else:  # a token that the library would not look for, either
+                ids += [*self._encode("".join(pending)), cast(int, part)]
+                pending.clear()
+        return ids + self._encode("".join(pending))
+
+    def _encode(self, text: str) -> list[int]:
         real = self._id_of_mark
         return [real.get(index, index) for index in self._tokenizer.encode(text, add_special_tokens=False).ids]
 
-    def _mark(self, token_id: int) -> str:
-        mark = self._mark_of.get(token_id)
-        if mark is None:
-            with self._lock:
-                self._id_of_mark[self._add(str(token_id), self._added.get(token_id))] = token_id
-                mark = self._mark_of[token_id] = self._spell(str(token_id))
-        return mark
 
-    def _spell(self, name: str) -> str:
-        return f"<{self._secret}:{name}>"
-
-    def _add(self, name: str, like: AddedToken | None = None) -> int:
-        """The id of a new token that takes space and word boundaries around it as another one does."""
-        flags = {} if like is None else {flag: getattr(like, flag) for flag in ("lstrip", "rstrip", "single_word")}
-        mark = self._spell(name)
-        self._tokenizer.add_tokens([AddedToken(mark, normalized=like is not None and like.normalized, **flags)])
-        index = self._tokenizer.token_to_id(mark)
-        assert index is not None
-        return index
+def _like(token: AddedToken, content: str) -> AddedToken:
+    """A token that takes space and word boundaries around it as another one does."""
+    flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+    return AddedToken(content, **flags)
 
 
 _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")

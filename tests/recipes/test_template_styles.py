@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from resin.plan import InvalidRequest
 from resin.recipes import (
@@ -221,6 +223,40 @@ def test_hermes_uses_its_second_template_for_tools() -> None:
     assert tokenizer.decode(recipe.render([ASKED])).startswith("<|im_start|>user")
 
 
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_control_token_comes_from_what_messages_say(name: str, data: st.DataObject) -> None:
+    """Nor from what two of them, or one and the template, say together."""
+    recipe, tokenizer = RECIPES[name], styled_tokenizer(name)
+    whole = sorted(tokenizer.controls)
+    cuts = [part for token in whole for end in range(1, len(token)) for part in (token[:end], token[end:])]
+    text = st.lists(st.sampled_from([*whole, *cuts, "x", " ", "\n"]), min_size=1, max_size=4).map("".join)
+    texts = [data.draw(text) for _ in range(5)]
+
+    def conversation(words: list[str]) -> list[Message]:
+        systems = [Message(Role.SYSTEM, [Text(word)]) for word in words[:2]] if name in MANY_SYSTEMS else []
+        turns = [Message(Role.USER, [Text(words[2])]), Message(Role.ASSISTANT, [Text(words[3])])]
+        return [*systems, *turns, Message(Role.USER, [Text(words[4])])]
+
+    ids, mild = (recipe.render(conversation(words)) for words in (texts, ["x"] * 5))
+    placed = [[index for index in found if index in tokenizer.special_ids] for found in (ids, mild)]
+    assert placed[0] == placed[1]
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_two_messages_never_make_a_control_token_together(cut: int) -> None:
+    """This template writes system messages one after the other."""
+    tokenizer, token = styled_tokenizer("deepseek"), "<\N{FULLWIDTH VERTICAL LINE}User\N{FULLWIDTH VERTICAL LINE}>"
+    halves = [Message(Role.SYSTEM, [Text(half)]) for half in (token[:cut], token[cut:])]
+    ids = RECIPES["deepseek"].render([*halves, ASKED])
+    assert ids.count(tokenizer.controls[token]) == 1
+    assert token + token + "Rain?" in tokenizer.decode(ids)
+
+
+MANY_SYSTEMS = ("tulu", "hermes", "deepseek", "harmony", "zephyr")
+
+
 def test_keys_of_tools_never_become_control_tokens() -> None:
     """The template puts every name into brackets of its own."""
     tokenizer = styled_tokenizer("coder")
@@ -267,6 +303,13 @@ def test_without_a_template_the_native_recipe_is_taken(native: str, model_type: 
     choice = choose_recipe(model_type, tokenizer)
     assert (choice.name, type(choice.recipe)) == (native, type(get_native_recipe(native, tokenizer)))
     assert choice.reason.startswith("the checkpoint has no chat template")
+
+
+def test_words_of_an_answer_that_are_given() -> None:
+    for name, opening in (("harmony", "<|channel|>final<|message|>"), ("llama3", ""), ("coder", "")):
+        recipe, tokenizer = RECIPES[name], styled_tokenizer(name)
+        given_words = recipe.render([ASKED], answer_start="It is<|call|>")
+        assert given_words == [*recipe.render([ASKED]), *tokenizer.encode(opening), *b"It is<|call|>"]
 
 
 def test_a_broken_template_is_never_hidden() -> None:

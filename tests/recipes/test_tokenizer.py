@@ -149,7 +149,7 @@ def test_gguf_and_tokenizer_json_give_the_same_ids(tmp_path: Path, pre: str) -> 
     trained = train_byte_level(pre)
     (tmp_path / "tokenizer.json").write_text(trained.to_str(), encoding="utf-8")
     file = make_llama()
-    file.metadata |= gguf_metadata(trained, pre)
+    file.metadata |= gguf_metadata(trained, pre) | {"tokenizer.chat_template.tool_use": "{{ tools }}"}
     from_json, from_gguf = load_tokenizer(tmp_path), load_tokenizer(file.write(tmp_path / "model.gguf"))
     for text in [*AWKWARD, TEXT, "<tool_call>x<|im_start|>"]:
         for add_special in (False, True):
@@ -163,7 +163,8 @@ def test_gguf_and_tokenizer_json_give_the_same_ids(tmp_path: Path, pre: str) -> 
             assert tokenizer.special_ids.isdisjoint(plain)
             assert tokenizer.token_to_id("<tool_call>") not in plain
     assert from_gguf.eos_ids == (2, 0)
-    assert from_gguf.chat_template == "{{ messages }}"
+    assert (from_gguf.chat_template, from_gguf.tool_template) == ("{{ messages }}", "{{ tools }}")
+    assert from_gguf.named_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert from_gguf.special_ids == from_json.special_ids == frozenset({0, 1, 2})
 
 
