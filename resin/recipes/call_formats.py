@@ -213,6 +213,42 @@ CALL_FORMATS: Mapping[str, Tags] = MappingProxyType(
 )
 """Formats with tags by name. All read JSON too."""
 
+
+def write_calls(call_format: str, calls: Sequence[tuple[str, Any]], mark: Callable[[str], str]) -> str:
+    """Calls as a model writes them: tags, and marked text between them.
+
+    Args:
+        call_format: "python", or any other of CALL_FORMATS, all of which read JSON.
+        calls: names and arguments.
+        mark: what makes text of the bodies.
+    """
+    opening, closing = CALL_FORMATS[call_format].tool_call or ("", "")
+    if call_format == "python":
+        bodies = [f"[{', '.join(write_python_call(name, arguments) for name, arguments in calls)}]"]
+    else:
+        bodies = [dump_json({"name": name, "arguments": arguments}) for name, arguments in calls]
+    space = "\n" if call_format == "json" else ""
+    return space.join(f"{opening}{space}{mark(body)}{space}{closing}" for body in bodies)
+
+
+def write_python_call(name: str, arguments: Any) -> str:
+    """`name(key="value")`; arguments that are no object stand as they are."""
+    if not isinstance(arguments, dict):
+        return f"{name}({arguments})"
+    return f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in arguments.items())})"
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Python writes it, strings in double quotes."""
+    if isinstance(value, str):
+        return dump_json(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
 LISTS = ("python", "mistral")
 """Those in which one pair of tags holds a list of calls."""
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resin.plan.errors import InvalidRequest
-from resin.recipes.call_formats import BARE_JSON, HARMONY, LISTS
+from resin.recipes.call_formats import BARE_JSON, HARMONY, LISTS, write_calls
 from resin.recipes.grammar import Goal, tagged_grammar
 from resin.recipes.harmony import HarmonyRecipe
 from resin.recipes.llama3 import Llama3Recipe
@@ -60,7 +60,12 @@ class JinjaRecipe:
         marks = self._marks
         turns = self.traits.turns.spell(messages)
         for turn in turns:
+            calls = turn.pop("tool_calls") if self.traits.writes_calls and "tool_calls" in turn else []
             turn |= {key: marks.mark(value) for key, value in turn.items() if key != "role"}
+            if calls:
+                functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+                written = write_calls(self.traits.call_format, functions, marks.mark)
+                turn["content"] = (turn.get("content") or "") + written
         offers = [marks.mark(tool.to_function()) for tool in tools]
         text = self._render(turns, offers, add_generation_prompt, options)
         if answer_start:
@@ -106,7 +111,8 @@ class JinjaRecipe:
         if tools and not traits.shows_tools:
             raise InvalidRequest("tools", [tool.name for tool in tools], "none: this chat template shows no tools")
         for index, message in enumerate(messages):
-            if (message.tool_calls and not traits.shows_calls) or (message.tool_results and not traits.shows_results):
+            has_lost_calls = message.tool_calls and not (traits.shows_calls or traits.writes_calls)
+            if has_lost_calls or (message.tool_results and not traits.shows_results):
                 raise InvalidRequest(
                     f"messages[{index}]", message.role.value, "text: this chat template shows no calls or results"
                 )

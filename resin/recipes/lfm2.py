@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from resin.recipes.call_formats import CALL_FORMATS
+from resin.recipes.call_formats import CALL_FORMATS, write_python_call
 from resin.recipes.calls import dump_json, parsed_arguments
 from resin.recipes.grammar import Goal, tagged_grammar
-from resin.recipes.messages import Message, Role, Tool, ToolCall, separate_results
+from resin.recipes.messages import Message, Role, Tool, separate_results
 from resin.recipes.recipe import Parser, Tokenizer
 from resin.recipes.script import Script, require_tokens, stop_ids
 from resin.recipes.tagged import TaggedParser, opens_reasoning
@@ -55,7 +55,9 @@ class Lfm2Recipe:
                 for result in turn.tool_results:
                     self._in_tags(script, "tool_response", result.text)
             elif turn.tool_calls:
-                calls = ", ".join(_python_call(call) for call in turn.tool_calls)
+                calls = ", ".join(
+                    write_python_call(call.name, parsed_arguments(call.arguments)) for call in turn.tool_calls
+                )
                 self._in_tags(script, "tool_call", f"[{calls}]").text(turn.text)
             else:
                 script.text(turn.text)
@@ -84,21 +86,3 @@ class Lfm2Recipe:
         if opening is None or closing is None:
             return script.text(text)
         return script.control(opening).text(text).control(closing)
-
-
-def _python_call(call: ToolCall) -> str:
-    arguments = parsed_arguments(call.arguments)
-    if isinstance(arguments, str):
-        return f"{call.name}({arguments})"
-    return f"{call.name}({', '.join(f'{key}={_literal(value)}' for key, value in arguments.items())})"
-
-
-def _literal(value: Any) -> str:
-    """A JSON value as Python writes it, strings in double quotes."""
-    if isinstance(value, str):
-        return dump_json(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
-    return repr(value)

@@ -103,6 +103,7 @@ class Traits:
         turns: how it wants messages spelled.
         shows_tools: tools on offer appear in the prompt.
         shows_calls: so do calls of earlier answers.
+        writes_calls: they do not, but results do, and the calls can be written into the answer's text.
         shows_results: so do results of tools.
         call_format: how it writes calls: a name of CALL_FORMATS, BARE_JSON, or "" for none of them.
         tags: of reasoning and of calls.
@@ -112,6 +113,7 @@ class Traits:
     turns: Turns
     shows_tools: bool
     shows_calls: bool
+    writes_calls: bool
     shows_results: bool
     call_format: str
     tags: Tags
@@ -138,18 +140,21 @@ def probe_template(
     shown = [found for turns in _spellings() if (found := _try_calls(render, turns, pattern)) is not None]
     # A spelling whose calls can be read back is the one that the template was written for.
     turns, call_format, after = next((found for found in shown if found[1]), shown[0] if shown else (Turns(), "", ""))
-    call_format = call_format or _mentioned("\n".join(sources))
+    call_format = call_format or _mentioned("\n".join(sources), controls)
     tags = CALL_FORMATS.get(call_format, Tags())
     known = [pair for pair in _REASONING if pair[0] in controls or any(tag in text for tag in pair for text in sources)]
     result = {"role": "tool", "content": _RESULT, "name": _TOOL.name, "tool_call_id": turns.spell_id(_CALL_ID)}
     calling, tools = _calling(turns), [_TOOL.to_function()]
     wordy = {**calling, "content": "Wait.", "reasoning_content": "Hm.", "thinking": "Hm."}
+    said = calling if shown else {"role": "assistant", "content": _ANSWER}
+    shows_results = _RESULT in _attempt(render, [_ASKED, said, result], tools, True)
     inside = {*tags.all(), *tags.inner, *tags.frame}
     return Traits(
         replace(turns, joins_words=bool(shown) and not _attempt(render, [_ASKED, wordy], tools, False)),
         shows_tools=_TOOL.name in _attempt(render, [_ASKED], tools, True),
         shows_calls=bool(shown),
-        shows_results=_RESULT in _attempt(render, [_ASKED, calling, result], tools, True),
+        writes_calls=shows_results and not shown and call_format in CALL_FORMATS,
+        shows_results=shows_results,
         call_format=call_format,
         tags=replace(tags, reasoning=known[0] if known else None),
         ends=tuple({token: 0 for token in (_answer_end(render, pattern), after) if token and token not in inside}),
@@ -199,9 +204,11 @@ def _reads_back(tags: Tags, answer: str, pattern: re.Pattern[str]) -> bool:
     return bool(found) and _is_call(tags.read_calls(body, [_TOOL]))
 
 
-def _mentioned(source: str) -> str:
-    """The format whose tags a template names without writing a call in them, as in instructions to the model."""
-    names = [name for name, tags in CALL_FORMATS.items() if tags.tool_call is not None and tags.tool_call[0] in source]
+def _mentioned(source: str, controls: Mapping[str, int]) -> str:
+    """The format whose tags a template names without writing a call in them, or else those that the vocabulary has."""
+    openings = {name: tags.tool_call[0] for name, tags in CALL_FORMATS.items() if tags.tool_call is not None}
+    names = [name for name, tag in openings.items() if tag in source]
+    names = names or [name for name, tag in openings.items() if tag in controls]
     if "xml" in names:
         names.remove("json" if "<function=" in source else "xml")
     return names[0] if names else ""

@@ -45,6 +45,12 @@ CONTROLS = {
     "thinking": (*_CHATML, *_TAGS),
     "coder": (*_CHATML, *_TAGS),
     "lfm25": ("<|startoftext|>", "<|im_end|>", *_CHATML[:2], "<|tool_call_start|>", "<|tool_call_end|>"),
+    "lfm2": (
+        "<|startoftext|>",
+        "<|im_end|>",
+        *_CHATML[:2],
+        *(f"<|tool_{name}_{side}|>" for name in ("call", "list", "response") for side in ("start", "end")),
+    ),
     "function-gemma": (
         "<bos>",
         "<eos>",

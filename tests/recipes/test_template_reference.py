@@ -211,6 +211,7 @@ def test_texts(family: Any) -> None:
 
 def test_smollm2() -> None:
     """A GGUF file, whose tokenizer transformers reads for itself."""
+    pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     path = MODELS["smollm2-135m"].source.find()
     if path is None:
