@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -14,15 +14,17 @@ from typing import IO, Any
 import msgspec
 
 from resin import FinishedEvent, InvalidRequest, Request, TokensEvent
-from resin.recipes import Parser, ReasoningDelta, TextDelta, ToolCallDelta
+from resin.plan.sampling import TokenMask
+from resin.recipes import Goal, Parser, ReasoningDelta, Recipe, TextDelta, ToolCallDelta
 from serve.commands.loading import LoadedModel
-from serve.errors import ApiError, from_invalid_request, openai_body
+from serve.errors import ApiError, failed, from_invalid_request, openai_body
 from serve.generation import Ending, Generation, PlainParser, Update
-from serve.planning import reasoning_options
+from serve.planning import goal_of, reasoning_options, tool_use_of
 from serve.schemas.body import decode_body
-from serve.schemas.chat import to_messages, to_tools
+from serve.schemas.chat import to_messages
 from serve.schemas.offline import OfflineRequest
 from serve.schemas.sampling import NAMES, build_params
+from serve.structured import GrammarCompiler, write_grammar
 
 _FINISH_REASONS = {Ending.STOP_STRING: "stop"}
 
@@ -118,6 +120,7 @@ class OfflineRun:
         self._default_max_tokens = default_max_tokens
         self._at_once = at_once
         self._running: dict[int, _Running] = {}
+        self._compiler: GrammarCompiler | None = None
 
     def run(self, lines: InputLines, done: Done, write: Callable[[dict[str, Any]], None]) -> None:
         """Generates for every line that is not done, and calls `write` with each result.
@@ -162,6 +165,7 @@ class OfflineRun:
     def _submit(self, body: OfflineRequest) -> None:
         body.check()
         loaded = self._loaded
+        allowed_tokens = None
         if body.messages is None:
             prompt_ids = body.prompt_ids or loaded.tokenizer.encode(body.prompt or "", add_special=True)
             stops = loaded.stop_token_ids
@@ -169,23 +173,34 @@ class OfflineRun:
         else:
             if loaded.recipe is None:
                 raise ApiError(400, "messages: this model has no conversation format", param="messages")
-            tools = to_tools(body.tools)
+            use = tool_use_of(body)
             options: dict[str, Any] = {"current_date": date.today().isoformat()}
             options |= reasoning_options(body.reasoning_effort, body.chat_template_kwargs)
-            prompt_ids = loaded.recipe.render(to_messages(body.messages), tools, **options)
+            prompt_ids = loaded.recipe.render(to_messages(body.messages), use.tools, **options)
             stops = loaded.recipe.stop_token_ids
-            parser = loaded.recipe.create_parser(prompt_ids, tools=tools)
+            parser = loaded.recipe.create_parser(prompt_ids, tools=use.tools)
+            allowed_tokens = self._mask(loaded.recipe, *goal_of(use, body.schema()), prompt_ids)
         params = build_params(
             body,
             defaults=loaded.sampling,
-            max_output_tokens=body.max_tokens if body.max_tokens is not None else self._default_max_tokens,
+            max_output_tokens=body.max_completion_tokens or body.max_tokens or self._default_max_tokens,
             stop_token_ids=stops,
             logprobs=body.top_logprobs,
+            allowed_tokens=allowed_tokens,
         )
         generation = Generation(parser, stops=body.stop_strings(), wants_logprobs=body.top_logprobs is not None)
         request = self._engine.submit(prompt_ids, sampling_params=params)
         generation.on_stop = lambda: self._engine.cancel(request)
         self._running[request.id] = _Running(body.id, request, generation)
+
+    def _mask(self, recipe: Recipe, goal: Goal | None, param: str, prompt_ids: Sequence[int]) -> TokenMask | None:
+        if goal is None:
+            return None
+        grammar = write_grammar(recipe, goal, prompt_ids, param)
+        if self._compiler is None:
+            vocab_size = self._engine.config.vocab_size
+            self._compiler = GrammarCompiler(self._loaded.tokenizer, vocab_size, recipe.stop_token_ids)
+        return self._compiler.compile(grammar, 1, param)[0]
 
     def _step(self, write: Callable[[dict[str, Any]], None]) -> None:
         for event in self._engine.step():
@@ -210,8 +225,10 @@ class OfflineRun:
         update, request = running.update, running.request
         assert update.ending is not None
         if update.ending is Ending.ERROR:
-            error = ApiError(500, f"the request failed: {request.error}", kind="server_error")
-            return {"id": running.id} | openai_body(error)
+            cause = request.error
+            if isinstance(cause, InvalidRequest):
+                return {"id": running.id} | openai_body(from_invalid_request(cause, NAMES))
+            return {"id": running.id} | openai_body(failed(f"the request failed: {cause}"))
         tool_calls = [
             {"name": delta.name, "arguments": delta.arguments}
             for delta in update.deltas

@@ -11,6 +11,7 @@ from typing import Any
 from resin.recipes import Goal, Message, Role, Tool
 from serve.errors import invalid
 from serve.generation import Generation
+from serve.schemas.chat import AnswerFields, ToolChoice
 from serve.schemas.sampling import SamplingFields, build_params, seed_of_choice
 from serve.service import Plan, Service
 from serve.text_rows import TextRows
@@ -78,7 +79,7 @@ async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
     asked = None if ask.max_tokens is None else max(1, ask.max_tokens)
     limit = service.output_tokens(asked, len(prompt_ids), ask.names["max_output_tokens"])
     count = service.choices(ask.sampling.n)
-    goal, param = goal_of(ask)
+    goal, param = goal_of(ask.use, ask.schema, ask.schema_param)
     masks = await service.masks(goal, prompt_ids, count, param)
     params = build_params(
         ask.sampling,
@@ -116,13 +117,25 @@ async def render_prompt(service: Service, ask: Ask) -> list[int]:
     return await service.render(ask.messages[:-1], ask.use.tools, {**options, "answer_start": continued.text})
 
 
-def goal_of(ask: Ask) -> tuple[Goal | None, str]:
+def tool_use_of(body: AnswerFields) -> ToolUse:
+    """The tools of a request in Chat Completions' words."""
+    return ToolUse(
+        tuple(body.offered_tools()),
+        required=body.tool_choice == "required",
+        only=body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None,
+        is_parallel=body.parallel_tool_calls is not False,
+        strict=frozenset(tool.function.name for tool in body.tools or [] if tool.function.strict),
+    )
+
+
+def goal_of(
+    use: ToolUse, schema: Mapping[str, Any] | None, schema_param: str = "response_format"
+) -> tuple[Goal | None, str]:
     """What the response is bound to, and which field says so.
 
     Raises:
         ApiError: a tool choice without such a tool.
     """
-    use = ask.use
     offered = tuple(tool if tool.name in use.strict else Tool(tool.name) for tool in use.tools)
     if use.only is not None:
         chosen = tuple(tool for tool in use.tools if tool.name == use.only)
@@ -133,8 +146,8 @@ def goal_of(ask: Ask) -> tuple[Goal | None, str]:
         if not use.tools:
             raise invalid("tool_choice", "tool_choice: a call cannot be required without tools")
         return Goal(tools=use.tools, is_parallel=use.is_parallel), "tools"
-    if ask.schema is not None:
-        return Goal(schema=ask.schema, tools=offered, is_parallel=use.is_parallel), ask.schema_param
+    if schema is not None:
+        return Goal(schema=schema, tools=offered, is_parallel=use.is_parallel), schema_param
     if use.tools and (use.strict or not use.is_parallel):
         return Goal(tools=offered, is_parallel=use.is_parallel, allows_text=True), "tools"
     return None, ""

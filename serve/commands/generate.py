@@ -15,8 +15,8 @@ from serve.commands.options import add_model_arguments, add_sampling_arguments
 from serve.progress import ProgressBar
 
 _EPILOG = """\
-Each input line is a JSON object: "id", one of "prompt_ids", "prompt" and "messages", and sampling fields under their
-OpenAI names ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs": 5, ...). Each result line has "id",
+Each input line is a JSON object: "id", one of "prompt_ids", "prompt" and "messages", and fields under their OpenAI
+names ("max_tokens", "temperature", "seed", "stop", "logprobs": 5, "response_format", ...). Each result line has "id",
 "token_ids" (the stop token included when one ended it), "text", "finish_reason", "logprobs" and "usage", or "error".
 Results come in the order in which they are complete. A run that was interrupted goes on where it stopped: lines whose
 id is in the output already are left out."""

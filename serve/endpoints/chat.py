@@ -13,9 +13,9 @@ from resin.recipes import Delta, ReasoningDelta, TextDelta, Tokenizer, ToolCallD
 from serve.errors import ApiError, invalid, openai_body
 from serve.generation import Ending, Update
 from serve.logprobs import chat_logprobs
-from serve.planning import Ask, ToolUse, plan_answer, reasoning_options
+from serve.planning import Ask, plan_answer, reasoning_options, tool_use_of
 from serve.replies import json_response, read_body, usage_of
-from serve.schemas.chat import ChatRequest, ToolChoice, to_messages, to_tools
+from serve.schemas.chat import ChatRequest, to_messages
 from serve.service import Service, service_of
 from serve.session import Choice, Session
 from serve.sse import EventStream, EventTemplate, encode_events
@@ -51,35 +51,17 @@ def ask_of(body: ChatRequest) -> Ask:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", f"top_logprobs={body.top_logprobs}: needs logprobs: true")
     has_new_name = body.max_completion_tokens is not None
-    tools = [] if body.tool_choice == "none" else to_tools(body.tools)
     return Ask(
         messages=to_messages(body.messages),
         sampling=body,
         max_tokens=body.max_completion_tokens if has_new_name else body.max_tokens,
         names={"max_output_tokens": "max_completion_tokens" if has_new_name else "max_tokens"},
-        use=ToolUse(
-            tuple(tools),
-            required=body.tool_choice == "required",
-            only=body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None,
-            is_parallel=body.parallel_tool_calls is not False,
-            strict=frozenset(tool.function.name for tool in body.tools or [] if tool.function.strict),
-        ),
-        schema=_schema_of(body),
+        use=tool_use_of(body),
+        schema=body.schema(),
         options=reasoning_options(body.reasoning_effort, body.chat_template_kwargs),
         stops=body.stop_strings(),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-
-
-def _schema_of(body: ChatRequest) -> dict[str, Any] | None:
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return {"type": "object"}
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise invalid("response_format.json_schema.schema", "response_format: json_schema needs a schema")
-    return wanted.json_schema.schema
 
 
 class _Reply:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -77,21 +77,47 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(SamplingFields, kw_only=True):
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+class AnswerFields(SamplingFields, kw_only=True):
+    """What an answer in a conversation may and must hold."""
+
     tools: list[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
-    audio: Refused | None = None
     function_call: Literal["none"] | None = None
     functions: Refused | None = None
+    # Beyond OpenAI:
+    chat_template_kwargs: JsonObject | None = None
+
+    def offered_tools(self) -> list[Tool]:
+        """The tools on offer in the recipes' terms."""
+        return [] if self.tool_choice == "none" else to_tools(self.tools)
+
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON Schema that the answer must fit.
+
+        Raises:
+            ApiError: a response format without its schema.
+        """
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "object"}
+        if wanted.json_schema is None or wanted.json_schema.schema is None:
+            raise invalid("response_format.json_schema.schema", "response_format: json_schema needs a schema")
+        return wanted.json_schema.schema
+
+
+class ChatRequest(AnswerFields, kw_only=True):
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: Refused | None = None
     moderation: Refused | None = None
     web_search_options: Refused | None = None
     metadata: Hint = None
@@ -103,8 +129,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     service_tier: Hint = None
     store: Hint = None
     verbosity: Hint = None
-    # Beyond OpenAI:
-    chat_template_kwargs: JsonObject | None = None
 
 
 def content_text(content: str | list[ContentPart] | None, param: str) -> str:

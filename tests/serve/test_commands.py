@@ -28,6 +28,7 @@ from serve.commands.loading import LoadedModel
 from serve.commands.options import chosen_sampling
 from tests.serve.conftest import CALL, WORDS
 from tests.serve.scripted_runner import CHOSEN_LOGPROB, TOKENIZER, ScriptedRunner
+from tests.serve.test_structured import SCHEMA, fits
 
 Run = Callable[..., int]
 
@@ -87,6 +88,37 @@ def test_generate_takes_every_kind_of_prompt(runner: ScriptedRunner, tmp_path: P
     assert results["stop"]["text"] == "The " and results["stop"]["finish_reason"] == "stop"
     assert results["stop"]["token_ids"] == list(b"The quick")
     assert len(results["stop"]["logprobs"]) == len(b"The quick")
+
+
+def test_generate_holds_answers_to_what_binds_them(runner: ScriptedRunner, tmp_path: Path) -> None:
+    words, call = ([{"role": "user", "content": text}] for text in ("[words]", "[call]"))
+    format = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    strict = {"type": "function", "function": tool["function"] | {"strict": True}}  # type: ignore[operator]
+    write_lines(
+        tmp_path / "in.jsonl",
+        {"id": "format", "messages": words, "response_format": format, "max_completion_tokens": 300},
+        {"id": "json", "messages": words, "response_format": {"type": "json_object"}},
+        {"id": "strict", "messages": call, "tools": [strict]},
+        {"id": "must", "messages": words, "tools": [tool], "tool_choice": "required"},
+        {
+            "id": "cyclic",
+            "messages": words,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        },
+        {"id": "raw", "prompt": "x", "response_format": format},
+        {"id": "old", "messages": words, "functions": [tool["function"]]},
+        {"id": "zero", "prompt": "x", "max_tokens": 0},
+    )
+    assert generate_with(tmp_path) == 1
+    results = read_results(tmp_path / "out.jsonl")
+    assert fits(json.loads(results["format"]["text"])) and isinstance(json.loads(results["json"]["text"]), dict)
+    for name in ("strict", "must"):
+        (made,) = results[name]["tool_calls"]
+        assert fits(json.loads(made["arguments"]))
+    faults = {name: result["error"]["param"] for name, result in results.items() if "error" in result}
+    format_faults = dict.fromkeys(("cyclic", "raw"), "response_format")
+    assert faults == format_faults | {"old": "functions", "zero": "max_tokens"}
 
 
 def test_generate_reports_bad_lines_in_their_results(runner: ScriptedRunner, tmp_path: Path) -> None:

@@ -190,8 +190,7 @@ def test_an_unsupported_schema_is_named_before_anything_runs() -> None:
 
 
 def test_strictness_is_each_tools_own() -> None:
-    from serve.planning import Ask, ToolUse, goal_of
-    from serve.schemas.sampling import SamplingFields
+    from serve.planning import ToolUse, goal_of
 
     tools = (Tool("a", "", SCHEMA), Tool("b", "", SCHEMA))
     for use, parameters in (
@@ -200,7 +199,7 @@ def test_strictness_is_each_tools_own() -> None:
         (ToolUse(tools, required=True), [SCHEMA, SCHEMA]),
         (ToolUse(tools, only="a"), [SCHEMA]),
     ):
-        goal, _ = goal_of(Ask([], SamplingFields(), None, {}, use))
+        goal, _ = goal_of(use, None)
         assert goal is not None and [tool.parameters for tool in goal.tools] == parameters
 
 
