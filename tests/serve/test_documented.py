@@ -15,7 +15,7 @@ from serve import ServerConfig
 from serve.endpoints.completions import MAX_PROMPTS
 from serve.schemas.body import Hint, Refused
 from serve.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from serve.structured import MAX_OPTIONAL_PROPERTIES, MAX_SCHEMA_CHARACTERS
+from serve.structured import MAX_OPTIONAL_PROPERTIES, MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS
 from tests.serve.test_fields import BODIES, fields_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -55,6 +55,7 @@ def test_limits_of_a_request() -> None:
         [MAX_NESTING],
         [MAX_SCHEMA_CHARACTERS],
         [MAX_OPTIONAL_PROPERTIES],
+        [MAX_STRING_CHARACTERS],
     ]
 
 

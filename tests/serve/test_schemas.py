@@ -93,6 +93,12 @@ CANNOT_START: dict[str, dict[str, Any]] = {
     "options": optional(3000),
     "options in a list": {"type": "array", "items": optional(1000), "minItems": 1},
     "options in a field": {"type": "object", "properties": {"a": optional(1000)}, "required": ["a"]},
+    "string": {"const": "x" * 40_000},
+    "key": {"type": "object", "required": ["k" * 40_000], "properties": {"k" * 40_000: {}}},
+    # These ended the process, from within llguidance.
+    "lowest integer": {"const": -(2**63)},
+    "rounded to the lowest integer": {"enum": [{"a": [1 - 2**63]}]},
+    "range at the lowest integer": {"type": "integer", "minimum": -1e19, "maximum": -1e19},
     "nothing": {"enum": []},
     "contradiction": {"type": "integer", "minimum": 5, "maximum": 4},
     "keyword": {"not": {"type": "string"}},
@@ -120,7 +126,7 @@ async def test_a_schema_that_cannot_be_followed_is_refused_with_its_reason(serve
         ),
     ]
     for path, change, param in bodies:
-        if param == "tools" and name.startswith("options"):  # too long for the prompt
+        if param == "tools" and len(json.dumps(schema)) > 4000:  # too long for the prompt
             continue
         status, answer = await post(server, path, {"messages": ASK} | change)
         assert status == 400, answer
