@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,7 +25,6 @@ LOWEST_NUMBER = -(2.0**63) + 1024
 _TRIED_TOKENS = 8
 _STRAY_TOKEN = "doesn't satisfy the grammar"  # how llguidance says that nothing is wrong with the grammar
 _SCHEMAS = re.compile(r"^\w+: (%json .*)$", re.MULTILINE)
-_CONTROLS = re.compile(r"^controls: (.*)$", re.MULTILINE)
 
 
 class GrammarFailed(Exception):
@@ -71,16 +69,13 @@ class GrammarMask:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. The first grammar takes longest: the whole vocabulary is read for it."""
+    """Compiles grammars for one tokenizer. Building it reads the whole vocabulary; do it once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the model's: it may have rows that the tokenizer knows nothing about."""
-        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._stop_token_ids = list(stop_token_ids)
-        self._lock = threading.Lock()
-        self._controls = frozenset(tokenizer.special_ids)
-        self._vocabulary: llguidance.LLTokenizer | None = None
+        wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, stop_token_ids[0]))
+        self._vocabulary = llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(stop_token_ids))
 
     def compile(self, grammar: str, count: int, param: str) -> list[GrammarMask]:
         """One mask for each of `count` choices.
@@ -88,24 +83,11 @@ class GrammarCompiler:
         Raises:
             ApiError: 400 naming `param` if the grammar (in effect, its JSON Schema) is not supported.
         """
-        vocabulary = self._vocabulary_for(grammar)
+        vocabulary = self._vocabulary
         matcher = _compile(vocabulary, grammar, param)
         for schema in sorted(set(_SCHEMAS.findall(grammar))):
             _try_out(_compile(vocabulary, f"start: {schema}\n", param), vocabulary, param)
         return [GrammarMask(matcher.deep_copy(), self._vocab_size, param) for _ in range(count)]
-
-    def _vocabulary_for(self, grammar: str) -> llguidance.LLTokenizer:
-        """The vocabulary in which no control token of the grammar is text; read again when a format brings new ones."""
-        found = _CONTROLS.search(grammar)
-        controls = {int(token_id) for token_id in re.findall(r"\d+", found[1])} if found else set()
-        with self._lock:
-            if self._vocabulary is None or not controls <= self._controls:
-                self._controls |= controls
-                source = _Vocabulary(self._tokenizer, self._vocab_size, self._stop_token_ids[0], self._controls)
-                self._vocabulary = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(source), n_vocab=self._vocab_size, eos_token=self._stop_token_ids
-                )
-            return self._vocabulary
 
 
 def _compile(vocabulary: llguidance.LLTokenizer, grammar: str, param: str) -> llguidance.LLMatcher:
@@ -141,15 +123,17 @@ def _reason_of(matcher: llguidance.LLMatcher) -> str:
 class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int, controls: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int) -> None:
         self.eos_token_id = eos_id
         self.bos_token_id = tokenizer.bos_id
+        controls = tokenizer.special_ids.union(tokenizer.controls.values())
         self.special_token_ids = sorted(token_id for token_id in controls if token_id < vocab_size)
         self.tokens = [_token_bytes(tokenizer, token_id, controls) for token_id in range(vocab_size)]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
+        # Text that a schema gives word for word stays text, whatever it spells.
+        return self._tokenizer.encode_parts([text.decode(errors="replace") if isinstance(text, bytes) else text])
 
 
 def _token_bytes(tokenizer: Tokenizer, token_id: int, controls: frozenset[int]) -> bytes:

@@ -1,8 +1,8 @@
 """What a response may look like, as a Lark grammar in the dialect of the `llguidance` library.
 
 In that dialect `<[7]>` is the token with id 7, `%json {...}` is text that fits a JSON Schema, and a response may end
-wherever the grammar is complete. Recipes write grammars; whoever runs them turns them into token masks. A rule named
-`controls`, which nothing refers to, lists tokens that are never text although the tokenizer may not call them special.
+wherever the grammar is complete. Recipes write grammars; whoever runs them turns them into token masks, in which no
+control token of the tokenizer is text.
 """
 
 from __future__ import annotations
@@ -135,22 +135,22 @@ def tagged_grammar(tokenizer: Tokenizer, tags: Tags, goal: Goal, *, inside_reaso
         inside_reasoning: the prompt has opened the reasoning block.
         call_list: all calls stand in one pair of tags, as a JSON list.
     """
-    spelled = {tag: token_or_text(tokenizer, tag) for tag in tags.all()}
-    controls = [tag for tag in spelled.values() if tag.startswith("<[")]
-    rules = [f"controls: {' | '.join(controls)}"] if controls else []
-    opens_call = _regex_of(tags.tool_call[0]) if tags.tool_call and spelled[tags.tool_call[0]] not in controls else ""
+    rules = []
+    opens_call = ""
+    if tags.tool_call and atomic_id(tokenizer, tags.tool_call[0]) is None:
+        opens_call = _regex_of(tags.tool_call[0])
     no_call = f" & ~/(?s:.*){opens_call}(?s:.*)/" if opens_call else ""
     start, text_before_calls = "answer", "text calls"
     if tags.reasoning is not None:
-        opening, closing = (spelled[tag] for tag in tags.reasoning)
-        if closing in controls:
+        opening, closing = (token_or_text(tokenizer, tag) for tag in tags.reasoning)
+        if atomic_id(tokenizer, tags.reasoning[1]) is not None:
             rules += [f"THOUGHTS: {FREE_TEXT}{no_call}", f"thoughts: THOUGHTS? {closing}"]
         else:
             rules += [f"THOUGHTS: /(?s:.*){_regex_of(tags.reasoning[1])}/{no_call}", "thoughts[lazy]: THOUGHTS"]
         start = "thoughts space answer" if inside_reasoning else f"({opening} thoughts space)? answer"
     if goal.tools:
         assert tags.tool_call is not None
-        opening, closing = (spelled[tag] for tag in tags.tool_call)
+        opening, closing = (token_or_text(tokenizer, tag) for tag in tags.tool_call)
         more = " (space call)*" if goal.is_parallel and not call_list else ""
         body = "call_body"
         if call_list:

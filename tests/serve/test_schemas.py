@@ -12,7 +12,7 @@ import pytest
 from resin.plan import InvalidRequest
 from resin.recipes import Goal, Message, Role, Text, Tool, get_native_recipe
 from resin.recipes.calls import MAX_NESTING
-from resin.recipes.grammar import _FORMATS
+from resin.recipes.grammar import _FORMATS, json_rule
 from serve import HttpServer
 from serve.errors import ApiError
 from serve.structured import GrammarCompiler
@@ -85,6 +85,18 @@ def test_white_space_comes_to_an_end(schema: dict[str, Any]) -> None:
         ids.append(int(rng.choice(shown)))
         if ids[-1] in CHATML.stop_token_ids:
             break
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("text", ["<tool_call>", "</think>", "x<|im_end|>y", "<|python_tag|>"])
+def test_given_text_may_spell_control_tokens(name: str, text: str) -> None:
+    recipe, tokenizer = RECIPES[name]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, recipe.stop_token_ids)
+    grammar = f"start: {json_rule({'const': text})}\n"
+    (mask,) = compiler.compile(grammar, 1, "schema")
+    ids = [*json.dumps(text).encode(), recipe.stop_token_ids[0]]
+    for place, token in enumerate(ids):
+        assert np.unpackbits(mask(ids[:place]).view(np.uint8), bitorder="little")[token]
 
 
 CANNOT_START: dict[str, dict[str, Any]] = {
