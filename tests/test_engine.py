@@ -226,7 +226,7 @@ def _raiser(fault: Exception):  # type: ignore[no-untyped-def]
         ForwardOutput(np.zeros(1, np.int32), np.array([0, 1, 1])),
         ForwardOutput(np.zeros(2, np.int32), np.array([0, 2])),
         ForwardOutput(np.array([VOCAB]), np.array([0, 1])),
-        ForwardOutput(np.array([-1]), np.array([0, 1])),
+        ForwardOutput(np.array([-3]), np.array([0, 1])),
         ForwardOutput(np.zeros(0, np.int32), np.array([0, 0])),
     ],
     ids=["rows", "two tokens", "beyond vocabulary", "negative", "no token"],
