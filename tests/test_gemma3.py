@@ -81,7 +81,8 @@ def test_greedy_tokens_batched_and_overlapped(runner: ModelRunner) -> None:
 
 def test_plain_forward_scores_what_the_engine_serves(runner: ModelRunner) -> None:
     trace = run(runner, [job(LONG)])[0]
-    scored = PlainForward(runner, 832).score(trace.request.all_ids())
+    plain = PlainForward(runner.model, runner.weights, runner.config.groups, 832)
+    scored = plain.score(trace.request.all_ids())
     held = trace.request.prompt_logprobs
     assert held is not None
     served = np.concatenate([held.logprobs, trace.logprobs])

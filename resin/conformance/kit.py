@@ -34,6 +34,7 @@ class Settings:
         output_tokens: tokens that each job generates.
         page_tokens: of the first paged group, and the chunk of the small prefill bucket.
         buckets: try every bucket; False compiles the fewest.
+        kernels: run once in bfloat16 through the kernels of a GPU as well, interpreted where there is none.
         kv_dtype: "float8_e4m3fn" for keys and values in 8 bits, which the plain forward then rounds alike.
         tp: devices to split the model over; above 1, checks that need the plain forward cannot run.
         seed: of the prompts.
@@ -42,6 +43,7 @@ class Settings:
     output_tokens: int = 12
     page_tokens: int = 16
     buckets: bool = True
+    kernels: bool = True
     kv_dtype: str | None = None
     tp: int = 1
     seed: int = 0
@@ -97,8 +99,9 @@ class ConformanceKit:
             tp=settings.tp,
         )
         self.vocab_size = config.vocab_size
+        self._checkpoint, self._model = checkpoint, model
         self.runner: ModelRunner = build_runner(checkpoint, options, model=model)
-        self._context = context
+        self.context = context
         geometry = self.runner.config.geometry
         self._need = CacheManager(groups, geometry, 0, prefix_cache=True).pages_needed(context, whole)
         self.pages = 1 + 2 * MAX_SEQUENCES * self._need
@@ -137,12 +140,31 @@ class ConformanceKit:
         """
         if self.settings.tp > 1:
             raise InvalidRequest("tp", self.settings.tp, "1 for checks against the plain forward")
-        return PlainForward(self.runner, self._context)
+        return PlainForward(self.runner.model, self.runner.weights, self.runner.config.groups, self.context)
 
     def engine(self, *, overlap: int = 0, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         """An engine over the shared runner; `changes` replace fields of its config."""
         shared = SharedRunner(self.runner, self.pages, **(changes or {}))
         return Engine(shared, overlap=overlap, enable_metrics=False, **options)
+
+    def build_serving_runner(self) -> ModelRunner:
+        """A runner in bfloat16 with the kernels of a GPU, interpreted where there is none."""
+        page, geometry = self.settings.page_tokens, self.runner.config.geometry
+        is_cpu = self.runner.device.platform == "cpu"
+        options = RunnerOptions(
+            dtype="bfloat16",
+            cache_dtype=None if self.settings.kv_dtype is not None else "bfloat16",
+            kv_dtype=self.settings.kv_dtype,
+            kernels="interpret" if is_cpu else None,
+            max_sequences=2,
+            max_context_tokens=self.context,
+            decode_sequences=(2,),
+            prefill_tokens=(2 * page,),
+            page_tokens=page,
+            checkpoint_tokens=page,
+            cache_bytes=self.pages * geometry.page_bytes,
+        )
+        return build_runner(self._checkpoint, options, model=self._model)
 
     @cached_property
     def tolerance(self) -> float:
@@ -202,6 +224,10 @@ def verify(
     """
     from resin.conformance.equalities import EQUALITIES
     from resin.conformance.reference import reference_checks
+    from resin.conformance.serving import serving_kernels
 
     kit = ConformanceKit(checkpoint, model=model, settings=settings, progress=progress)
-    return kit.run({**EQUALITIES, **reference_checks(reference)}, checkpoint.location)
+    checks = {**EQUALITIES, **reference_checks(reference)}
+    if kit.settings.kernels:
+        checks["serving kernels"] = serving_kernels
+    return kit.run(checks, checkpoint.location)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from resin.models.context import DenseContext
+from resin.models.weights import AbstractModel
+from resin.plan import CacheGroup
 from resin.plan.cache import fp8_scales
-
-if TYPE_CHECKING:
-    from resin.runtime import ModelRunner
 
 # Rows whose logits are made at once: 64 rows of a 262k vocabulary are 67 MB.
 BLOCK_TOKENS = 64
@@ -43,26 +43,30 @@ def score_logits(logits: np.ndarray, token_ids: np.ndarray) -> Score:
 
 
 class PlainForward:
-    """`jax.jit` of a model's forward, with the weights of a runner.
+    """`jax.jit` of a model's forward.
 
     Args:
-        runner: whose model and weights to use.
+        model: structure.
+        weights: in the order of its declarations.
+        groups: cache groups, of which those in 8 bits round keys and values.
         context: longest sequence; shorter ones are padded to it, so that one program serves all.
     """
 
-    def __init__(self, runner: ModelRunner, context: int) -> None:
+    def __init__(
+        self, model: AbstractModel, weights: tuple[jax.Array, ...], groups: Sequence[CacheGroup], context: int
+    ) -> None:
         self._context = -(-context // BLOCK_TOKENS) * BLOCK_TOKENS
-        self._weights = runner.weights
-        abstract, scales = runner.model, fp8_scales(runner.config.groups)
+        self._weights = weights
+        scales = fp8_scales(groups)
 
         @jax.jit
         def hidden(weights: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
-            return abstract.merge(weights)(DenseContext(token_ids, fp8_scales=scales))
+            return model.merge(weights)(DenseContext(token_ids, fp8_scales=scales))
 
         @jax.jit
         def head(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
             context = DenseContext(jnp.zeros(rows.shape[0], jnp.int32))
-            return abstract.merge(weights).logits(context, rows)
+            return model.merge(weights).logits(context, rows)
 
         self._hidden, self._head = hidden, head
 

@@ -21,6 +21,8 @@ from resin.models.weights import AbstractModel
 ENGINE_SPREADS = 8
 # The same between two implementations, which also make their frequencies, angles and constants apart.
 REFERENCE_SPREADS = 32
+# Times what plain bfloat16 strays from float32 that bfloat16 in kernels may, which keep other sums in float32.
+SERVING_SPREADS = 3
 # Two orders of summation can round one 8-bit key to different neighbours, a sixteenth apart.
 FP8_SHARE = 1e-2
 

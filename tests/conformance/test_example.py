@@ -38,7 +38,7 @@ def test_commands_of_the_page(example: Path, capsys: pytest.CaptureFixture[str])
     assert "embedding_multiplier = 3.0" in shown
     assert main(verify[1:]) == 0
     table = capsys.readouterr().out
-    assert table.endswith("all 12 checks passed\n")
+    assert table.endswith("all 13 checks passed\n")
     named = {
         name.strip()
         for row in PAGE.read_text().split("| --- | --- |")[1].split("\n\n")[0].strip().splitlines()

@@ -1,0 +1,28 @@
+"""The check of the path that a GPU serves with passes for every family, and fails where kernels stand for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from resin.conformance import ConformanceKit, Settings
+from resin.conformance.serving import serving_kernels
+from resin.models.testing import TINY_CONFIGS, random_checkpoint
+
+pytestmark = pytest.mark.slow  # bodies of kernels take seconds to compile for an interpreter
+
+
+def kit_of(family: str) -> ConformanceKit:
+    return ConformanceKit(random_checkpoint(TINY_CONFIGS[family], seed=5), settings=Settings(buckets=False))
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_kernels_stray_no_further_than_plain_bfloat16(family: str) -> None:
+    passed, detail = serving_kernels(kit_of(family))
+    assert passed, detail
+
+
+def test_a_norm_that_kernels_mistake_for_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's norms scale by 1 + weight."""
+    monkeypatch.setattr("resin.models.paged._kernels_take", lambda *norms: True)
+    passed, detail = serving_kernels(kit_of("gemma3_text"))
+    assert not passed, detail
