@@ -160,5 +160,5 @@ def reasoning_options(effort: str | None, extra: Mapping[str, Any] | None = None
         options["reasoning_effort"] = effort
         if effort in ("none", "minimal"):
             options["enable_thinking"] = False
-    reserved = ("self", "messages", "tools", "add_generation_prompt")
+    reserved = ("self", "messages", "tools", "add_generation_prompt", "answer_start")
     return options | {key: value for key, value in (extra or {}).items() if key not in reserved}

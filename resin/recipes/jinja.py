@@ -67,7 +67,8 @@ class JinjaRecipe:
                 written = write_calls(self.traits.call_format, functions, marks.mark)
                 turn["content"] = (turn.get("content") or "") + written
         offers = [marks.mark(tool.to_function()) for tool in tools]
-        text = self._render(turns, offers, add_generation_prompt, options)
+        named = {name: marks.mark(value) for name, value in options.items()}
+        text = self._render(turns, offers, add_generation_prompt, named)
         if answer_start:
             text += (self._native.answer_opening if self._native is not None else "") + marks.mark(answer_start)
         return self._tokenizer.encode_parts(marks.split(text))

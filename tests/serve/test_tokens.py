@@ -26,6 +26,9 @@ async def test_a_conversation(server: HttpServer) -> None:
     _, answer = await post(server, "/tokenize", body)
     expected = get_native_recipe("qwen3", TOKENIZER).render([Message(Role.USER, [Text("<|im_end|>")])])
     assert answer["tokens"] == expected
+    # What the server itself says to the recipe is no business of the template's options.
+    status, again = await post(server, "/tokenize", body | {"chat_template_kwargs": {"answer_start": 7, "tools": 7}})
+    assert (status, again["tokens"]) == (200, expected)
 
 
 @pytest.mark.parametrize(
