@@ -1,13 +1,13 @@
 """The Engine: requests in, events out, one transaction a step.
 
 reserve -> plan -> accept -> dispatch -> collect -> commit. Whatever fails before accept leaves the engine as it was and
-may be retried; whatever fails after it quarantines the engine.
+may be retried; whatever fails after it quarantines the engine. Ctrl-C waits for the end of a transaction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-import math
 import secrets
 import time
 from collections import deque
@@ -17,39 +17,41 @@ from typing import Any
 
 import numpy as np
 
+from resin.binding import Binding
 from resin.events import Event, FinishedEvent, TokensEvent
+from resin.interrupts import Uninterrupted
 from resin.metrics import EngineMetrics
 from resin.plan import (
-    ArenaSpec,
     BatchPlan,
     ForwardOutput,
     InvalidRequest,
-    OverlapRunner,
     Phase,
     ResinError,
     Runner,
     SamplingParams,
     smallest_bucket,
 )
-from resin.plan.runner import runner_config
 from resin.record import PlanRecorder
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit
-from resin.sched.request import FinishReason, PromptLogprobs, Request
+from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
 from resin.sched.scheduler import PlannedStep, Policy, Scheduler
 
 MAX_OVERLAP = 4
 
 
 class EngineFailed(ResinError):
-    """The engine is quarantined: a step failed after its plan was accepted. Build a new engine."""
+    """The engine is quarantined, because a step failed after its plan was accepted, or closed. Build a new engine."""
 
 
 class Engine:
     """Owns requests, the cache pool and scheduling; a runner executes its plans. Use from one thread.
 
+    A runner serves one engine at a time: from construction until `close`, or until the engine is quarantined.
+
     Args:
-        runner: a Runner; what else it offers (config, bind, accept, dispatch and collect) is discovered here, once.
+        runner: a Runner; what else it offers (config, bind, unbind, accept, dispatch and collect) is discovered here,
+            once.
         context_length: longest sequence in tokens, prompt and output; None takes the runner's limit.
         prefix_cache: reuse aligned prefixes across requests.
         enable_metrics: collect metrics (`engine.metrics.registry`).
@@ -78,53 +80,69 @@ class Engine:
         record: str | Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not isinstance(runner, Runner):
-            raise InvalidRequest("runner", runner, "an object with forward(plan)")
         self.runner = runner
-        self.config = config = runner_config(runner)
+        self._binding = Binding(runner)
+        self.config = config = self._binding.config
         self.context_length = config.max_context_tokens if context_length is None else context_length
         if not 2 <= self.context_length <= config.max_context_tokens:
             raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
         self._clock = clock
         if overlap not in range(MAX_OVERLAP + 1):
             raise InvalidRequest("overlap", overlap, f"0 to {MAX_OVERLAP} plans")
-        self._overlap = int(overlap) if isinstance(runner, OverlapRunner) else 0
-        self._accept_hook: Callable[[BatchPlan], None] | None = getattr(runner, "accept", None)
-        self.arena = self._bind_arena(cache_pages, prefix_cache)
-        cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(config, cache, policy or Policy())
-        self._check_capacity()
-        self.metrics = EngineMetrics(self) if enable_metrics else None
-        self._recorder = PlanRecorder(Path(record), config, self.arena) if record is not None else None
+        self._overlap = int(overlap) if self._binding.can_overlap else 0
         self._in_flight: deque[tuple[PlannedStep, Any]] = deque()
         self._events: list[Event] = []
         self._deadlines: list[tuple[float, int, Request]] = []
         self._live = 0
         self._next_id = 0
         self._failure: BaseException | None = None
+        self._is_closed = False
         # Called on the stepping thread just before the runner is waited for; must not call the engine.
         self.before_wait: Callable[[], None] = lambda: None
         self._planning = False  # callbacks of requests run while planning, and must not come back here
+        self._transaction = Uninterrupted(on_broken=self._quarantine)
+        self.metrics: EngineMetrics | None = None
+        self._recorder: PlanRecorder | None = None
+        try:
+            with Uninterrupted():
+                self.arena = self._binding.bind(cache_pages, self.context_length, prefix_cache=prefix_cache)
+                cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
+                self.scheduler = Scheduler(config, cache, policy or Policy())
+                self._check_capacity()
+                self.metrics = EngineMetrics(self) if enable_metrics else None
+                self._recorder = PlanRecorder(Path(record), config, self.arena) if record is not None else None
+        except BaseException:
+            self._binding.release()
+            raise
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # else what ended the block says more than what its leftovers do
+                raise
 
     def close(self) -> None:
-        """Cancels what still runs, collects what is in flight and closes the recording; safe to call twice."""
+        """Cancels what still runs, collects what is in flight, and gives the runner free; safe to call twice."""
         self._refuse_reentry()
-        try:
-            if self._failure is None:
-                for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
-                    self._finish(request, FinishReason.CANCELLED)
-                while self._in_flight:
-                    self._commit_oldest()
-        finally:
-            if self._recorder is not None:
-                self._recorder.close()
-                self._recorder = None
+        with self._transaction:
+            try:
+                if self._failure is None and not self._is_closed:
+                    for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
+                        self._finish(request, FinishReason.CANCELLED)
+                    while self._in_flight:
+                        self._commit_oldest()
+            finally:
+                self._is_closed = True
+                recorder, self._recorder = self._recorder, None
+                try:
+                    if recorder is not None:
+                        recorder.close()
+                finally:
+                    self._binding.release()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -148,23 +166,19 @@ class Engine:
 
         Raises:
             InvalidRequest: with the field, the value and the allowed range; nothing was queued.
-            EngineFailed: the engine is quarantined.
+            EngineFailed: the engine is quarantined or closed.
+            KeyboardInterrupt: Ctrl-C came meanwhile; the request has been cancelled.
         """
         self._check_usable()
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest("sampling_params", params, "a SamplingParams or None")
-        prompt = self._check_prompt(token_ids)
+        prompt = check_prompt(token_ids, vocab_size=self.config.vocab_size, context_length=self.context_length)
         if self.config.vocab_size:
             params.check_vocab(self.config.vocab_size)
         elif params.allowed_tokens is not None:
             raise InvalidRequest("allowed_tokens", params.allowed_tokens, "None: the runner declares no vocab_size")
-        if not math.isfinite(_real(priority)):
-            raise InvalidRequest("priority", priority, "a finite number")
-        if deadline_s is not None and not _real(deadline_s) > 0:
-            raise InvalidRequest("deadline_s", deadline_s, "more than 0 seconds")
-        if not isinstance(cache_salt, str):
-            raise InvalidRequest("cache_salt", cache_salt, "a string")
+        check_terms(priority, deadline_s, cache_salt)
         now = self._clock()
         request = Request(
             id=self._next_id,
@@ -181,27 +195,32 @@ class Engine:
             places, width = len(prompt) - 1, params.prompt_logprobs
             columns = np.zeros(places, np.float32), np.zeros((places, width), np.int32), np.zeros((places, width), "f4")
             request.prompt_logprobs = PromptLogprobs(*columns)
-        self._next_id += 1
-        self._live += 1
-        if request.deadline_at_s is not None:
-            self._note_deadline(request.deadline_at_s, request)
-        self.scheduler.submit(request)
-        if self.metrics is not None:
-            self.metrics.on_submit(request)
+        with self._transaction as transaction:
+            self._next_id += 1
+            self._live += 1
+            if request.deadline_at_s is not None:
+                self._note_deadline(request.deadline_at_s, request)
+            self.scheduler.submit(request)
+            if self.metrics is not None:
+                self.metrics.on_submit(request)
+            if transaction.is_requested:
+                self._finish(request, FinishReason.CANCELLED)
         return request
 
     def cancel(self, request: Request) -> None:
         """Ends a request at any moment; its FinishedEvent comes with the next step. Ended requests are left alone."""
         self._refuse_reentry()
         if not request.is_finished and self._failure is None:
-            self._finish(request, FinishReason.CANCELLED)
+            with self._transaction:
+                self._finish(request, FinishReason.CANCELLED)
 
     def has_work(self) -> bool:
-        """True while requests wait or run, a plan is in flight, or events have not been returned."""
-        return self._failure is None and bool(self._live or self._in_flight or self._events)
+        """True while requests wait or run, a plan is in flight, or events have not been returned; False once closed."""
+        is_usable = self._failure is None and not self._is_closed
+        return is_usable and bool(self._live or self._in_flight or self._events)
 
     def drain_events(self) -> Sequence[Event]:
-        """Events not yet returned by a step, also those of a quarantined engine."""
+        """Events not yet returned by a step, also those of a quarantined or closed engine."""
         events, self._events = self._events, []
         return events
 
@@ -213,15 +232,18 @@ class Engine:
         Raises:
             PlanRejected, or what planning raised: nothing happened, the step may be retried.
             EngineFailed: the runner failed after accepting a plan; every live request has ended with an error.
+            KeyboardInterrupt: Ctrl-C came meanwhile. The step is done and the engine goes on; its events come with the
+                next step, or `drain_events`. A second Ctrl-C cuts the step short and quarantines the engine.
         """
-        self._check_usable()
-        self._expire_deadlines()
-        planned = self._plan()
-        if planned is not None:
-            self._accept(planned)
-            self._dispatch(planned)
-        if self._in_flight and (planned is None or len(self._in_flight) > self._overlap):
-            self._commit_oldest()
+        with self._transaction:
+            self._check_usable()
+            self._expire_deadlines()
+            planned = self._plan()
+            if planned is not None:
+                self._accept(planned)
+                self._dispatch(planned)
+            if self._in_flight and (planned is None or len(self._in_flight) > self._overlap):
+                self._commit_oldest()
         return self.drain_events()
 
     def _plan(self) -> PlannedStep | None:
@@ -246,9 +268,9 @@ class Engine:
 
     def _accept(self, planned: PlannedStep) -> None:
         try:
-            if self._accept_hook is not None:
-                self._accept_hook(planned.plan)
-        except BaseException:
+            if self._binding.accept is not None:
+                self._binding.accept(planned.plan)
+        except Exception:
             self.scheduler.rollback(planned)
             raise
         self.scheduler.accept(planned)
@@ -258,11 +280,11 @@ class Engine:
         try:
             if self._recorder is not None:
                 self._recorder.write_plan(planned.plan)
-            runner: Any = self.runner
+            runner = self._binding.runner
             if not self._overlap:
                 self.before_wait()
             handle = runner.dispatch(planned.plan) if self._overlap else runner.forward(planned.plan)
-        except BaseException as error:
+        except Exception as error:
             raise self._quarantine(error) from error
         self._in_flight.append((planned, handle))
         if self.metrics is not None:
@@ -271,7 +293,7 @@ class Engine:
     def _commit_oldest(self) -> None:
         planned, handle = self._in_flight.popleft()
         try:
-            runner: Any = self.runner
+            runner = self._binding.runner
             if self._overlap:
                 self.before_wait()
             output: ForwardOutput = runner.collect(handle) if self._overlap else handle
@@ -280,7 +302,7 @@ class Engine:
                 self._recorder.write_output(planned.plan, output)
             committed = commit(self.scheduler, planned, output)
             self._publish_events(planned.plan, committed, output)
-        except BaseException as error:
+        except Exception as error:
             raise self._quarantine(error) from error
         if self.metrics is not None:
             self.metrics.on_commit(time.perf_counter() - started)
@@ -334,10 +356,13 @@ class Engine:
 
     def _quarantine(self, error: BaseException) -> EngineFailed:
         """Stops for good: every live request ends with the error, and no page is ever handed out again."""
-        self._failure = error
-        for request in self.scheduler.abandon():
-            self._finish(request, FinishReason.ERROR, error)
-        self._in_flight.clear()
+        if self._failure is None:
+            self._failure = error
+            for request in self.scheduler.abandon():
+                self._finish(request, FinishReason.ERROR, error)
+            self._in_flight.clear()
+            with contextlib.suppress(Exception):  # what the runner says now is of less interest than the error
+                self._binding.release()
         return EngineFailed(f"the engine is quarantined after {type(error).__name__}: {error}")
 
     def _refuse_reentry(self) -> None:
@@ -348,29 +373,10 @@ class Engine:
         self._refuse_reentry()
         if self._failure is not None:
             raise EngineFailed(f"the engine is quarantined after {self._failure!r}") from self._failure
+        if self._is_closed:
+            raise EngineFailed("the engine is closed")
 
     # -- set-up -------------------------------------------------------------------------------------------------
-
-    def _bind_arena(self, cache_pages: int | None, prefix_cache: bool) -> ArenaSpec:
-        config = self.config
-        if not config.groups:
-            return ArenaSpec(0, 0, config.arena_dtype)
-        if cache_pages is None:
-            sizing = CacheManager(config.groups, config.geometry, 0, prefix_cache=prefix_cache)
-            row = sizing.pages_needed(self.context_length, config.max_plan_tokens)
-            most = 1 + row * config.max_sequences  # that requests can lease; a prefix cache fills any number
-            free_pages = getattr(self.runner, "free_pages", None)
-            if free_pages is None:
-                cache_pages = most
-            else:
-                cache_pages = free_pages() if prefix_cache else min(free_pages(), most)
-        if cache_pages < 2:
-            raise InvalidRequest("cache_pages", cache_pages, "at least 2 pages")
-        arena = ArenaSpec(cache_pages, config.geometry.page_bytes, config.arena_dtype)
-        bind = getattr(self.runner, "bind", None)
-        if bind is not None:
-            bind(arena)
-        return arena
 
     def _check_capacity(self) -> None:
         """Every request that `submit` lets in must be able to run alone."""
@@ -384,30 +390,3 @@ class Engine:
         for phase in Phase:
             if smallest_bucket(self.config.buckets, phase, 1, 1, row_pages) is None:
                 raise InvalidRequest("buckets", phase.name, f"a bucket that holds {row_pages} pages of one sequence")
-
-    def _check_prompt(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        try:
-            array = np.asarray(token_ids)
-        except ValueError:  # rows of different lengths
-            array = np.empty((0, 0))
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise InvalidRequest("token_ids", token_ids, "a non-empty sequence of integers")
-        top = self.config.vocab_size or 2**31
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= top:
-            raise InvalidRequest("token_ids", low if low < 0 else high, f"ids in [0, {top - 1}]")
-        if array.size >= self.context_length:
-            raise InvalidRequest("token_ids", f"{array.size} tokens", f"1 to {self.context_length - 1} tokens")
-        prompt = array.astype(np.int32)
-        prompt.flags.writeable = False
-        return prompt
-
-
-def _real(value: object) -> float:
-    """The value as a float, NaN if it is no number."""
-    if not isinstance(value, int | float | np.integer | np.floating):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from resin.models.declare import Declaration, Init, Weight
 from resin.models.loading.checkpoint import Checkpoint, TensorInfo, refuse_misfits
 from resin.models.loading.quantised import packed_parts
+from resin.models.workers import worker_pool
 
 Progress = Callable[[str, int, int | None], None]
 """Called with (what, done, total) while something long runs; bytes while weights load."""
@@ -163,18 +164,14 @@ def load_weights(
     load = partial(_load_weight, model, checkpoint, mesh)
     arrays: list[jax.Array | None] = [None] * len(model.declarations)
     done = 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="resin-load") as pool:
+    with worker_pool(threads, "resin-load") as pool:
         futures = {pool.submit(load, item): index for index, item in enumerate(model.declarations)}
-        try:
-            for future in as_completed(futures):
-                index = futures[future]
-                arrays[index] = future.result()
-                done += model.declarations[index].nbytes
-                if progress is not None:
-                    progress(model.names[index], done, model.nbytes)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in as_completed(futures):
+            index = futures[future]
+            arrays[index] = future.result()
+            done += model.declarations[index].nbytes
+            if progress is not None:
+                progress(model.names[index], done, model.nbytes)
     return tuple(array for array in arrays if array is not None)
 
 

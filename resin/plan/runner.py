@@ -51,7 +51,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
-    """The one physical cache pool, bound once. Page 0 is scratch; pages 1 to num_pages - 1 are handed out."""
+    """The one physical cache pool. Page 0 is scratch; pages 1 to num_pages - 1 are handed out."""
 
     num_pages: int
     page_bytes: int
@@ -67,7 +67,8 @@ class Runner(Protocol):
     """The minimal runner: one method, NumPy only.
 
     Everything else is optional and discovered once, when the Engine is built:
-    `config: RunnerConfig`; `free_pages() -> int`, pages that fit memory; `bind(arena: ArenaSpec)`, called once;
+    `config: RunnerConfig`; `free_pages() -> int`, pages that fit memory; `bind(arena: ArenaSpec)`, called by each
+    engine that gets the runner; `unbind()`, called when it is done, after which nothing may be in flight;
     `accept(plan)`, which may raise PlanRejected while nothing has happened yet;
     `observations() -> Mapping[str, float]`, exported as metrics; and the two methods of OverlapRunner.
     """

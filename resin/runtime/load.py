@@ -80,7 +80,7 @@ def build_runner(
         on_loaded: called once they are.
     """
     options = fit_options(options or RunnerOptions(), checkpoint)
-    directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
+    directory = Path(options.compile_cache or CACHE_DIRECTORY.read() / "programs")
     half = options.compile_cache_bytes // 2
     keeps = bool(half) and use_compile_cache(directory, half)
     mesh = build_mesh(options)

@@ -68,7 +68,7 @@ class RunnerOptions:
     dummy: bool = False
     seed: int = 0
     compile_threads: int | None = None
-    compile_cache: Path | None = None
+    compile_cache: str | Path | None = None
     compile_cache_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 
 import jax
 
 from resin.models.weights import Progress
+from resin.models.workers import worker_pool
 from resin.plan import ArenaSpec, BatchPlan, Bucket
 from resin.runtime.compile_cache import cache_hits
 from resin.runtime.executable import StepSpec, compile_load, compile_step
@@ -35,6 +36,13 @@ class Programs:
         self._threads = threads
         self._cache = cache
         self._load_slot: jax.stages.Compiled | None = None
+        self._arena: ArenaSpec | None = None
+
+    def fit(self, arena: ArenaSpec) -> None:
+        """Keeps the programs only if they are for this arena, whose size is part of them."""
+        if arena != self._arena:
+            self.compiled.clear()
+            self._arena = arena
 
     def compile_all(self, arena: ArenaSpec, progress: Progress | None = None) -> None:
         """Compiles what the bucket table still lacks.
@@ -46,17 +54,13 @@ class Programs:
         started = time.perf_counter()
         wanted = [(bucket, kind) for bucket, kinds in self.kinds.items() for kind in kinds]
         wanted = [key for key in wanted if key not in self.compiled]
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="resin-compile") as pool:
+        with worker_pool(self._threads, "resin-compile") as pool:
             load = pool.submit(compile_load, self._spec) if self._load_slot is None else None
             futures = {pool.submit(self._make, bucket, arena, kind): (bucket, kind) for bucket, kind in wanted}
-            try:
-                for done, future in enumerate(as_completed(futures), start=1):
-                    self.compiled[futures[future]] = future.result()
-                    if progress is not None:
-                        progress(str(futures[future][0]), done, len(wanted))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            for done, future in enumerate(as_completed(futures), start=1):
+                self.compiled[futures[future]] = future.result()
+                if progress is not None:
+                    progress(str(futures[future][0]), done, len(wanted))
             if load is not None:
                 self._load_slot = load.result()
         self.seconds += time.perf_counter() - started

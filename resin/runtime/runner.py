@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,12 @@ from resin.plan import (
     RowFlag,
     RunnerConfig,
 )
-from resin.runtime.arena import allocate
+from resin.runtime.arena import DeviceState, allocate
 from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.programs import Programs
-from resin.runtime.slots import SlotTable, abstract_slots, load_arguments
+from resin.runtime.slots import abstract_slots, load_arguments
 
 # Share of a GPU's free memory that the arena takes when nothing is said; the rest is for temporaries.
 GPU_CACHE_SHARE = 0.9
@@ -39,18 +40,23 @@ WeightLoader = Callable[[Progress | None], tuple[jax.Array, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A dispatched plan whose results are on their way to the host."""
+    """A dispatched plan whose results are on their way to the host.
+
+    Attributes:
+        results: the part of the output that the plan's rows asked for.
+    """
 
     plan: BatchPlan
     output: StepOutput
+    results: Sequence[jax.Array]
 
 
 class ModelRunner:
     """Runs one model; not thread-safe.
 
-    Life: construct (nothing is on the devices), `bind` once, `warm_up`, then `dispatch` and `collect` (or `forward`,
-    which is both). Without `warm_up` each program is compiled when a plan first needs it. Plans execute in dispatch
-    order.
+    Life: construct (nothing is on the devices), `bind`, `warm_up`, then `dispatch` and `collect` (or `forward`, which
+    is both), `unbind`, and then perhaps `bind` again. Without `warm_up` a program is compiled when a plan needs it.
+    Plans execute in dispatch order. What is in flight when the runner is dropped or the interpreter ends is waited for.
 
     Args:
         spec: structure, config, mesh.
@@ -91,9 +97,8 @@ class ModelRunner:
         self._cache_bytes = cache_bytes
         self._programs = Programs(spec, compile_threads or min(os.cpu_count() or 1, 8), program_cache)
         self._arena_spec: ArenaSpec | None = None
-        self._arena: jax.Array | None = None
-        self._slots: SlotTable | None = None
-        self._masks: dict[int, jax.Array] = {}
+        self._state = DeviceState(is_host=self.device.platform == "cpu")
+        weakref.finalize(self, self._state.settle)
         self._programs_when_ready: int | None = None
 
     @property
@@ -152,11 +157,11 @@ class ModelRunner:
         """Fixes the arena's size; memory is taken at warm-up, once the ledger holds.
 
         Raises:
-            InvalidRequest: bound before, a page size or dtype that is not the config's, no usable page, or more than
+            InvalidRequest: bound already, a page size or dtype that is not the config's, no usable page, or more than
                 the device has room for beside the weights, even without temporaries.
         """
         if self._arena_spec is not None:
-            raise InvalidRequest("arena", arena, "one bind in the life of a runner")
+            raise InvalidRequest("arena", arena, "a runner that is not bound: close its engine, or unbind it, first")
         expected = (self.config.geometry.page_bytes, self.config.arena_dtype)
         if (arena.page_bytes, arena.dtype) != expected:
             raise InvalidRequest("arena", arena, f"page_bytes and dtype {expected}")
@@ -166,7 +171,16 @@ class ModelRunner:
             row = self._narrowest_vector_bytes
             raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {row} bytes")
         self._account(arena.total_bytes).check()
+        self._programs.fit(arena)
         self._arena_spec = arena
+
+    def unbind(self) -> None:
+        """Waits for what is in flight and gives back arena and slot table; another `bind` may follow.
+
+        Weights stay, and so do programs, which serve the next arena if it is of the same size.
+        """
+        self._state.release()
+        self._arena_spec = self._programs_when_ready = None
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compiles every bucket in parallel and proves that memory suffices. Neither weights nor arena are needed.
@@ -217,24 +231,25 @@ class ModelRunner:
 
     def _prove(self, arena: ArenaSpec) -> None:
         """Holds the ledger against the device's memory, as long as the arena is not allocated."""
-        if self._arena is None:
+        if self._state.arena is None:
             self.ledger = self._account(arena.total_bytes)
             self.ledger.check()
 
     def _allocate(self, progress: Progress | None = None) -> None:
         """Loads weights and takes arena, slots and masks, if that has not happened."""
-        if self._arena is not None:
+        if self._state.arena is not None:
             return
         arena, mesh = self._bound_arena(), self._spec.mesh
         self._prove(arena)
         if self._weights is None:
             self._weights = self._load_weights(progress)
         replicated = jax.sharding.NamedSharding(mesh, REPLICATED)
-        self._arena = allocate(abstract_arena(arena, mesh))
-        self._slots = allocate(abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated))
-        self._masks = {
+        state = self._state
+        state.masks = {
             rows: jax.device_put(np.zeros((rows, self._mask_words), np.int32), replicated) for rows in self._mask_rows
         }
+        state.slots = allocate(abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated))
+        state.arena = allocate(abstract_arena(arena, mesh))
 
     @property
     def _mask_words(self) -> int:
@@ -264,18 +279,18 @@ class ModelRunner:
             InvalidRequest: not bound.
         """
         output = self.launch(plan)
-        for leaf in _wanted(plan, output):
-            leaf.copy_to_host_async()
-        return StepHandle(plan, output)
+        results = _wanted(plan, output)
+        self._state.send(results)
+        return StepHandle(plan, output, results)
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
-        program = self.executable(plan)
+        program, state = self.executable(plan), self._state
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
-                self._slots = self._programs.load_slot()(self._slots, *arguments)
-        masks = plan.allowed_masks if plan.allowed_masks is not None else self._masks[plan.bucket.sequences]
-        self._arena, self._slots, output = program(self._weights, self._arena, self._slots, plan.buffer, masks)
+                state.slots = self._programs.load_slot()(state.slots, *arguments)
+        masks = plan.allowed_masks if plan.allowed_masks is not None else state.masks[plan.bucket.sequences]
+        state.arena, state.slots, output = program(self._weights, state.arena, state.slots, plan.buffer, masks)
         return output
 
     def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
@@ -287,8 +302,8 @@ class ModelRunner:
     def replace_arena(self, change: Callable[[jax.Array], jax.Array]) -> None:
         """Replaces the arena by what `change` makes of it, which should donate it: benchmarks fill it with noise."""
         self._allocate()
-        assert self._arena is not None
-        self._arena = change(self._arena)
+        assert self._state.arena is not None
+        self._state.arena = change(self._state.arena)
 
     def collect(self, handle: StepHandle) -> ForwardOutput:
         """Waits for a plan's results."""
@@ -308,7 +323,9 @@ class ModelRunner:
         for name in ("top_ids", "top_logprobs", "prompt_top_ids", "prompt_top_logprobs"):
             if name in fields:
                 fields[name] = fields[name][:, : plan.top_logprobs]
-        return ForwardOutput(token_ids=np.asarray(output.token_ids)[emits], token_indptr=indptr, **fields)
+        token_ids = np.asarray(output.token_ids)[emits]
+        self._state.forget(handle.results)
+        return ForwardOutput(token_ids=token_ids, token_indptr=indptr, **fields)
 
     def forward(self, plan: BatchPlan) -> ForwardOutput:
         """`dispatch`, then `collect`."""

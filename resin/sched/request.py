@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from resin.plan import ResinError, SamplingParams
+from resin.plan import InvalidRequest, ResinError, SamplingParams
 
 if TYPE_CHECKING:
     from resin.sched.lease import CacheLease
@@ -129,3 +131,55 @@ class Request:
         if self.finish_reason is FinishReason.ERROR:
             raise RequestFailed(f"request {self.id} failed: {self.error}") from self.error
         return list(self.output_ids)
+
+
+def check_prompt(token_ids: Sequence[int] | np.ndarray, *, vocab_size: int, context_length: int) -> np.ndarray:
+    """A prompt as the scheduler wants it, read-only int32.
+
+    Args:
+        token_ids: what a user passed.
+        vocab_size: ids are below it; 0 leaves them unchecked.
+        context_length: tokens must be fewer.
+
+    Raises:
+        InvalidRequest: not a sequence of such ids.
+    """
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # rows of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise InvalidRequest("token_ids", token_ids, "a non-empty sequence of integers")
+    top = vocab_size or 2**31
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= top:
+        raise InvalidRequest("token_ids", low if low < 0 else high, f"ids in [0, {top - 1}]")
+    if array.size >= context_length:
+        raise InvalidRequest("token_ids", f"{array.size} tokens", f"1 to {context_length - 1} tokens")
+    prompt = array.astype(np.int32)
+    prompt.flags.writeable = False
+    return prompt
+
+
+def check_terms(priority: object, deadline_s: object, cache_salt: object) -> None:
+    """Holds what `Engine.submit` was told beside prompt and sampling against what it can be.
+
+    Raises:
+        InvalidRequest: a priority or deadline that is no number of the allowed range, a salt that is no string.
+    """
+    if not math.isfinite(_real(priority)):
+        raise InvalidRequest("priority", priority, "a finite number")
+    if deadline_s is not None and not _real(deadline_s) > 0:
+        raise InvalidRequest("deadline_s", deadline_s, "more than 0 seconds")
+    if not isinstance(cache_salt, str):
+        raise InvalidRequest("cache_salt", cache_salt, "a string")
+
+
+def _real(value: object) -> float:
+    """The value as a float, NaN if it is no number."""
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

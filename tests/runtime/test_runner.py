@@ -165,10 +165,10 @@ def test_arena_and_slots_stay_in_place(runner: ModelRunner) -> None:
     builder = builder_for(runner)
     sequence = builder.sequence(0, PROMPTS[1])
     runner.forward(builder.prefill([(sequence, 5)]))
-    before = runner._arena.unsafe_buffer_pointer(), runner._slots.counts.unsafe_buffer_pointer()
+    before = runner._state.arena.unsafe_buffer_pointer(), runner._state.slots.counts.unsafe_buffer_pointer()
     for _ in range(3):
         runner.forward(builder.decode([sequence]))
-    assert before == (runner._arena.unsafe_buffer_pointer(), runner._slots.counts.unsafe_buffer_pointer())
+    assert before == (runner._state.arena.unsafe_buffer_pointer(), runner._state.slots.counts.unsafe_buffer_pointer())
 
 
 def test_unknown_buckets_and_bad_masks_are_rejected_before_anything_runs(runner: ModelRunner) -> None:
@@ -204,5 +204,5 @@ def test_bind_checks_its_arguments(runner: ModelRunner) -> None:
         fresh.bind(ArenaSpec(1, page_bytes, "float32"))
     with pytest.raises(InvalidRequest, match="2\\^31 rows"):
         fresh.bind(ArenaSpec(1 << 30, page_bytes, "float32"))
-    with pytest.raises(InvalidRequest, match="one bind"):
+    with pytest.raises(InvalidRequest, match="not bound"):
         runner.bind(ArenaSpec(8, page_bytes, "float32"))
