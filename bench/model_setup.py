@@ -114,7 +114,7 @@ def build_setup(
     checkpoint = choice.open()
     try:
         if options.compile_cache_bytes:
-            directory = options.compile_cache or CACHE_DIRECTORY.read() / "programs"
+            directory = Path(options.compile_cache or CACHE_DIRECTORY.read() / "programs")
             use_compile_cache(directory, options.compile_cache_bytes)
         mesh = build_mesh(options)
         model_class, config = read_model(checkpoint, choice.class_name)
