@@ -1,20 +1,21 @@
-"""The `resin` command."""
+"""The `resin` command. Its imports come inside its functions: from the first moment Ctrl-C ends it quietly."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import platform
+import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
-from resin.plan import ResinError
-from serve.commands import chat, convert, download, generate, inspect, serving, verify
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands and their arguments."""
+    from serve.commands import chat, convert, download, generate, inspect, serving, verify
+
     parser = argparse.ArgumentParser(prog="resin", description="Building blocks for LLM inference in JAX.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -24,15 +25,33 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
+    import platform
+    from importlib import metadata
+
     return f"resin {metadata.version('resin')} (jax {metadata.version('jax')}, Python {platform.python_version()})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; mistakes of the user end in one line, not a traceback.
 
+    Args:
+        arguments: None takes those of the process, which is then left without a delay after Ctrl-C.
+
     Returns:
         The exit status: 0, 1 for what went wrong while running, 130 after Ctrl-C.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        if arguments is None:
+            _leave()
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    from resin.plan import ResinError
+
     args = build_parser().parse_args(arguments)
     if getattr(args, "model", None) and os.getcwd() not in sys.path:
         # An installed script looks for modules beside itself; users keep a model file where they work.
@@ -46,10 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ResinError, OSError) as error:
         print(f"resin: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
     return status
+
+
+def _leave() -> None:
+    """Ends the process: what threads still compile or read is of no use any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        print(file=sys.stderr)
+        sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

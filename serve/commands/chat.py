@@ -9,6 +9,7 @@ import time
 from datetime import date
 
 from resin import Engine, FinishedEvent, InvalidRequest, Request, SamplingParams, TokensEvent
+from resin.interrupts import Uninterrupted
 from resin.models.sampling_defaults import SamplingDefaults
 from resin.recipes import Block, Delta, Message, Parser, Reasoning, ReasoningDelta, Recipe, Role, Text, TextDelta
 from serve.commands.loading import load_model
@@ -50,27 +51,30 @@ def run(args: argparse.Namespace) -> int:
         while True:
             try:
                 message = reader.read()
+                if message in ("/exit", "/quit"):
+                    return status
+                if message == "/reset":
+                    conversation.reset()
+                elif message == "/help":
+                    print(_HELP, file=sys.stderr)
+                elif message:
+                    conversation.answer(message)
             except EOFError:
                 return status
             except KeyboardInterrupt:
+                if conversation.is_broken or not reader.is_interactive:
+                    raise
                 print(file=sys.stderr)
-                continue
-            if message in ("/exit", "/quit"):
-                return status
-            if message == "/reset":
-                conversation.reset()
-            elif message == "/help":
-                print(_HELP, file=sys.stderr)
-            elif message:
-                try:
-                    conversation.answer(message)
-                except InvalidRequest as error:
-                    print(f"resin: {error}", file=sys.stderr)
-                    status = 1
+            except InvalidRequest as error:
+                print(f"resin: {error}", file=sys.stderr)
+                status = 1
 
 
 class Conversation:
     """The turns so far, and the engine that continues them.
+
+    Attributes:
+        is_broken: an answer was cut short at a moment that nothing can go on from.
 
     Raises:
         InvalidRequest: a seed out of its range.
@@ -85,17 +89,28 @@ class Conversation:
         self._params = SamplingParams(stop_token_ids=recipe.stop_token_ids, seed=seed, **sampling.params())
         self._opening = [Message(Role.SYSTEM, [Text(system)])] if system else []
         self._turns: list[Message] = []
+        self.is_broken = False
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
         self._turns = []
 
     def answer(self, text: str) -> None:
-        """Streams the answer to a user's message to standard output, then says how fast it was.
+        """Streams the answer to a user's message to standard output, then says how fast it was. Ctrl-C stops it.
 
         Raises:
             InvalidRequest: the message cannot be answered; the conversation is as it was.
+            KeyboardInterrupt: a second Ctrl-C, before the first was obeyed.
         """
+        with Uninterrupted() as press:
+            try:
+                self._answer(text, press)
+                press.is_requested = False
+            except KeyboardInterrupt:
+                self.is_broken = True
+                raise
+
+    def _answer(self, text: str, press: Uninterrupted) -> None:
         turns, prompt_ids = self._fit([*self._turns, Message(Role.USER, [Text(text)])])
         room = self._engine.context_length - len(prompt_ids)
         request = self._engine.submit(
@@ -103,7 +118,7 @@ class Conversation:
             sampling_params=dataclasses.replace(self._params, max_output_tokens=min(self._longest_answer, room)),
         )
         self._turns = turns
-        blocks = self._stream(request, self._recipe.create_parser(prompt_ids))
+        blocks = self._stream(request, self._recipe.create_parser(prompt_ids), press)
         self._turns.append(Message(Role.ASSISTANT, blocks))
 
     def _fit(self, turns: list[Message]) -> tuple[list[Message], list[int]]:
@@ -119,24 +134,21 @@ class Conversation:
             "message", f"{len(prompt_ids)} tokens", f"fewer than the context's {self._engine.context_length}"
         )
 
-    def _stream(self, request: Request, parser: Parser) -> list[Block]:
+    def _stream(self, request: Request, parser: Parser, press: Uninterrupted) -> list[Block]:
         printer = _Printer()
         started = time.perf_counter()
         first: float | None = None
         count = 0
-        try:
-            while not request.is_finished or self._engine.has_work():
-                for event in self._engine.step():
-                    if isinstance(event, TokensEvent):
-                        first = first or time.perf_counter()
-                        count += len(event.token_ids)
-                        printer.print(parser.push(event.token_ids.tolist()))
-                    elif isinstance(event, FinishedEvent) and event.request.error is not None:
-                        raise event.request.error
-        except KeyboardInterrupt:
-            self._engine.cancel(request)
-            while self._engine.has_work():
-                self._engine.step()
+        while self._engine.has_work():
+            if press.is_requested:
+                self._engine.cancel(request)
+            for event in self._engine.step():
+                if isinstance(event, TokensEvent):
+                    first = first or time.perf_counter()
+                    count += len(event.token_ids)
+                    printer.print(parser.push(event.token_ids.tolist()))
+                elif isinstance(event, FinishedEvent) and event.request.error is not None:
+                    raise event.request.error
         printer.print(parser.finish())
         ended = time.perf_counter()
         printer.close()
