@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -73,7 +73,7 @@ def find_model_class(config: Mapping[str, Any], name: str | None = None) -> Mode
         name: "package.module:Name" overrides the table.
 
     Raises:
-        InvalidRequest: no such module or class, or no family for the model type.
+        InvalidRequest: no such module or class, one that is no model, or no family for the model type.
     """
     if name is None:
         model_type = config.get("model_type")
@@ -84,13 +84,23 @@ def find_model_class(config: Mapping[str, Any], name: str | None = None) -> Mode
     if not class_name:
         raise InvalidRequest("model", name, "package.module:Name")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
+        found: ModelClass = getattr(importlib.import_module(module_name), class_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
         raise InvalidRequest("model", name, "an importable module") from error
     except AttributeError as error:
         raise InvalidRequest("model", name, f"a class of {module_name}") from error
+    _refuse_lacks(name, found, ("Config", "cache_groups", "logits"))
+    _refuse_lacks(f"{name}.Config", found.Config, ("from_hf",))
+    return found
+
+
+def _refuse_lacks(name: str, found: object, members: Sequence[str]) -> None:
+    """Names what a model file has forgotten, where it is opened."""
+    lacks = [member for member in members if not hasattr(found, member)]
+    if lacks:
+        raise InvalidRequest("model", name, f"one with {' and '.join(lacks)} (docs/adding-a-model.md)")
 
 
 def read_config(config: Mapping[str, Any], name: str | None = None) -> tuple[ModelClass, ModelConfig]:
@@ -107,6 +117,7 @@ def read_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Mod
     own: Any = model_class.Config
     check_quantisation(given, getattr(own, "quantised_as", DecoderConfig.quantised_as))
     parsed: ModelConfig = own.from_hf(given)
+    _refuse_lacks(own.__name__, parsed, ("vocab_size", "max_context_tokens", "eos_token_ids"))
     given.refuse_unread(own.__name__, HARMLESS, NEUTRAL)
     return model_class, parsed
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from resin.models.context import AttentionLayer, Context, Routed, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
-from resin.models.planes import PlaneRows, first_row, plane_rows
+from resin.models.planes import PlaneRows, check_plane, first_row, plane_rows
 from resin.models.rope import Rope
 from resin.models.routers import Router
 from resin.models.shift import shift_chunks
@@ -243,6 +243,8 @@ class PagedContext(Context):
     def _layer_rows(self, layer: AttentionLayer) -> tuple[PlaneRows, int, int]:
         """The layer's plane, and the rows of its keys and of its values."""
         rows = self.plane_rows(layer.group, layer.plane)
+        needed = (layer.index + 1) * 2 * layer.kv_heads
+        check_plane(self._groups[layer.group][0], layer.plane, rows=needed, width=layer.head_dim)
         stride = layer.kv_heads * rows.page_entries
         key_row = rows.first_row + layer.index * 2 * stride
         return rows, key_row, key_row + stride
@@ -316,6 +318,7 @@ class PagedContext(Context):
         if layer.group not in self._groups:
             raise InvalidRequest("group", layer.group, f"one of {sorted(self._groups)}")
         group, _ = self._groups[layer.group]
+        check_plane(group, layer.plane, rows=(layer.index + 1) * layer.taps, width=x.shape[-1])
         with jax.named_scope("recall"):
             held, self.arena = self._kernels.shift_state(
                 x,

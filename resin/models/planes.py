@@ -48,6 +48,18 @@ def plane_rows(group: CacheGroup, fill: GroupGeometry, plane_name: str, arena: j
     )
 
 
+def check_plane(group: CacheGroup, plane_name: str, *, rows: int, width: int) -> None:
+    """Holds a group's plane against what a layer keeps in it.
+
+    Raises:
+        InvalidRequest: no such plane, too few vectors an entry, or vectors of another width.
+    """
+    for plane in group.planes:
+        if plane.name == plane_name and (plane.rows < rows or plane.width != width):
+            held = f"{plane.rows} rows of {plane.width} in group {group.name!r}"
+            raise InvalidRequest(f"plane {plane_name!r}", held, f"at least {rows} rows of {width} for its layers")
+
+
 def first_row(group: CacheGroup, entries: int, plane_name: str, arena_dtype: Any) -> int:
     """Vectors of a plane's size that the planes before it take."""
     before = 0

@@ -26,8 +26,12 @@ def settle_head(config: Any, checkpoint: Checkpoint) -> Any:
 
 def settled_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, bool]:
     """Settings that make a Config read from them as tied or untied as this one is."""
-    spellings = ("tie_word_embeddings", *(name for name in ("tie_embedding",) if name in settings))
-    return dict.fromkeys(spellings, config.tied) if hasattr(config, "tied") else {}
+    return dict.fromkeys(tied_spellings(settings), config.tied) if hasattr(config, "tied") else {}
+
+
+def tied_spellings(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names under which such settings say whether the head is tied."""
+    return ("tie_word_embeddings", *(name for name in ("tie_embedding",) if name in settings))
 
 
 def _have_same_bytes(one: np.ndarray, other: np.ndarray) -> bool:

@@ -242,6 +242,21 @@ def load_tokenizer(path: str | PathLike[str]) -> ChatTokenizer:
     return _load_directory(path if path.is_dir() else path.parent)
 
 
+def find_tokenizer(path: str | PathLike[str]) -> ChatTokenizer | None:
+    """The same, None if the checkpoint has no tokenizer: its model runs from token ids.
+
+    Raises:
+        CheckpointError: it has one that is damaged, or of a kind that is not supported.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        has_one = "tokenizer.ggml.model" in parse_gguf_header(map_file(path), str(path)).metadata
+    else:
+        directory = path if path.is_dir() else path.parent
+        has_one = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return load_tokenizer(path) if has_one else None
+
+
 def _load_gguf(path: Path) -> ChatTokenizer:
     metadata = parse_gguf_header(map_file(path), str(path)).metadata
     tokenizer = build_gguf_tokenizer(metadata, str(path))

@@ -19,7 +19,7 @@ from resin.models.weights import AbstractModel, Progress, check_tensors, dummy_w
 from resin.pallas_kernels.table import Backend, pick_kernels
 from resin.plan import CacheGroup, InvalidRequest, RunnerConfig, StateGroup, plan_geometry
 from resin.plan.cache import with_kv_dtype
-from resin.recipes.tokenizer import load_tokenizer
+from resin.recipes.tokenizer import find_tokenizer
 from resin.runtime.bucket_table import build_buckets, decode_sizes, prefill_sizes
 from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.executable import StepSpec
@@ -44,6 +44,8 @@ def load_runner(
 ) -> ModelRunner:
     """Fetches a model and returns its runner, ready for an Engine; weights are read when the memory ledger holds.
 
+    A checkpoint without a tokenizer gives a runner whose `tokenizer` is None.
+
     Args:
         source: registered name, local path or hub id.
         options: execution settings.
@@ -59,7 +61,7 @@ def load_runner(
     checkpoint = open_checkpoint(files)
     try:
         return build_runner(
-            checkpoint, options, model=model, tokenizer=load_tokenizer(files), on_loaded=checkpoint.close
+            checkpoint, options, model=model, tokenizer=find_tokenizer(files), on_loaded=checkpoint.close
         )
     except BaseException:
         checkpoint.close()
@@ -80,7 +82,7 @@ def build_runner(
         on_loaded: called once they are.
     """
     options = fit_options(options or RunnerOptions(), checkpoint)
-    directory = Path(options.compile_cache or CACHE_DIRECTORY.read() / "programs")
+    directory = Path(options.compile_cache or CACHE_DIRECTORY.read() / "programs").absolute()
     half = options.compile_cache_bytes // 2
     keeps = bool(half) and use_compile_cache(directory, half)
     mesh = build_mesh(options)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from resin.models.loading import CheckpointError
 from resin.models.registry import advised_sampling, open_checkpoint, resolve
 from resin.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from resin.plan import InvalidRequest
@@ -70,6 +71,8 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         bar.close(f"JAX {jax.__version__}")
     with ProgressBar("preparing") as bar:
         runner = load_runner(files, runner_options(args), model=args.model)
+        if runner.tokenizer is None:
+            raise CheckpointError(files, "has no tokenizer: only the library runs it, from token ids")
         recipe = _find_recipe(args.recipe, model_type, runner.tokenizer)
         engine = Engine(runner, prefix_cache=args.prefix_cache, overlap=args.overlap, record=args.record)
         bar.close(_describe(runner, engine, has_prefix_cache=args.prefix_cache))

@@ -21,6 +21,7 @@ import pytest
 from resin import Engine, SamplingParams
 from resin.models.registry import advised_sampling
 from resin.models.sampling_defaults import SamplingDefaults
+from resin.models.testing import TINY_CONFIGS, random_checkpoint, write_checkpoint
 from resin.recipes import get_native_recipe
 from serve.cli import main
 from serve.commands import chat, generate, loading
@@ -419,3 +420,9 @@ def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str, capsys: py
     assert main(["inspect", str(path)]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and ("config.json" in lines[0] or "model_type=" in lines[0])
+
+
+def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_checkpoint(tmp_path / "bare", random_checkpoint(TINY_CONFIGS["llama"]))
+    assert main(["chat", str(directory)]) == 1
+    assert f"resin: {directory}: has no tokenizer" in capsys.readouterr().err
