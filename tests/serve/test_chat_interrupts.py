@@ -51,15 +51,25 @@ sys.exit(main())
 """
 
 
+# A terminal belongs to the session that opens it; Popen can start one, but opens nothing in it.
+IN_ITS_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+
+
 class Terminal:
     """A program in a terminal of its own."""
 
     def __init__(self, *command: str, directory: Path = ROOT) -> None:
-        self._pid, self._master = pty.fork()
-        if self._pid == 0:
-            os.chdir(directory)
-            os.environ.update(PYTHONPATH=str(ROOT), TERM="dumb")
-            os.execv(command[0], command)
+        self._master, slave = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", IN_ITS_TERMINAL, *command],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=directory,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"},
+            start_new_session=True,
+        )
+        os.close(slave)
         self.text = ""
 
     def type(self, text: str) -> None:
@@ -90,16 +100,12 @@ class Terminal:
         """The exit status, a signal counted as a shell does."""
         while self.read(PATIENCE_S):
             pass
-        _, status = os.waitpid(self._pid, 0)
-        self._pid = 0
-        code = os.waitstatus_to_exitcode(status)
+        code = self._process.wait(PATIENCE_S)
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, 9)
-            os.waitpid(self._pid, 0)
+        self._process.kill()
+        self._process.wait()
         os.close(self._master)
 
 
