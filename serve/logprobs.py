@@ -1,10 +1,16 @@
-"""Logprobs in the shapes of the two OpenAI APIs."""
+"""Logprobs in the shapes of the two OpenAI APIs.
+
+Each token's alternatives are JSON as soon as they are read: as objects, those of a long answer would keep the garbage
+collector, and with it every stream, busy for a second.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from resin.recipes import Tokenizer
 from serve.text_rows import TokenLogprob, token_bytes
@@ -19,14 +25,14 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict
     for entry in entries:
         item = _chat_token(entry.token_id, entry.logprob, tokenizer)
         item["top_logprobs"] = [_chat_token(token_id, logprob, tokenizer) for token_id, logprob in entry.top]
-        content.append(item)
+        content.append(_written(item))
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[float | None],
-    tops: Sequence[Sequence[tuple[int, float]] | None],
+    tops: Iterable[Iterable[tuple[int, float]] | None],
     tokenizer: Tokenizer,
     *,
     first_offset: int = 0,
@@ -46,11 +52,15 @@ def completion_logprobs(
         "top_logprobs": [
             None
             if top is None
-            else {token_text(token_id, tokenizer): max(value, LOWEST_LOGPROB) for token_id, value in top}
+            else _written({token_text(token_id, tokenizer): max(value, LOWEST_LOGPROB) for token_id, value in top})
             for top in tops
         ],
         "text_offset": offsets,
     }
+
+
+def _written(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any
+from typing import Any, TypeVar
 
-from resin.recipes import Goal, Message, Role, Tool
+import msgspec
+from aiohttp import web
+
+from resin.recipes import Goal, Message, Role, Text, Tool, ToolResult
 from serve.errors import invalid
 from serve.generation import Generation
 from serve.schemas.chat import AnswerFields, ToolChoice
 from serve.schemas.sampling import SamplingFields, build_params, seed_of_choice
-from serve.service import Plan, Service
+from serve.service import Plan, Service, length_of, service_of
 from serve.text_rows import TextRows
+
+T = TypeVar("T")
+
+MOST_TOOL_CHARACTERS = 24
+"""For each token of the context: some formats write a sixth of a tool's JSON, and a token has about 4 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +75,39 @@ class Ask:
     continues_last: bool = False
 
 
-async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
-    """The prompt and policy of each choice.
+async def plan_answer(request: web.Request, ask_of: Callable[[T], Ask], body: T) -> list[Plan]:
+    """The prompt and policy of each choice, made aside if they may take long.
 
     Raises:
         ApiError: 400 naming the field at fault.
     """
-    prompt_ids = await render_prompt(service, ask)
+    service = service_of(request)
+    ask = await service.aside.run(length_of(request), ask_of, body)
+    needs_grammar = goal_of(ask.use, ask.schema, ask.schema_param)[0] is not None
+    length = max(length_of(request), sum(map(len, texts_of(ask.messages))))
+    return await service.aside.run(math.inf if needs_grammar else length, _plan_choices, service, ask)
+
+
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """What stands in the prompt as it is in the conversation; formats leave reasoning out, and write calls anew."""
+    blocks = [block for message in messages for block in message.blocks]
+    return [block.text for block in blocks if isinstance(block, Text | ToolResult)]
+
+
+def _check_length(service: Service, ask: Ask) -> None:
+    service.check_length(texts_of(ask.messages), "messages")
+    characters = sum(len(msgspec.json.encode(tool.to_function())) for tool in ask.use.tools)
+    limit = service.engine.context_length * MOST_TOOL_CHARACTERS
+    if characters > limit:
+        message = (
+            f"tools: {characters} characters of JSON, which is more than the context holds in any format ({limit})"
+        )
+        raise invalid("tools", message, code="context_length_exceeded")
+
+
+def _plan_choices(service: Service, ask: Ask) -> list[Plan]:
+    _check_length(service, ask)
+    prompt_ids = render_prompt(service, ask)
     recipe = service.recipe
     assert recipe is not None
     # Without any token to generate, the prompt is still read, which takes one step.
@@ -80,7 +115,7 @@ async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
     limit = service.output_tokens(asked, len(prompt_ids), ask.names["max_output_tokens"])
     count = service.choices(ask.sampling.n)
     goal, param = goal_of(ask.use, ask.schema, ask.schema_param)
-    masks = await service.masks(goal, prompt_ids, count, param)
+    masks = service.masks(goal, prompt_ids, count, param)
     params = build_params(
         ask.sampling,
         defaults=service.sampling,
@@ -104,7 +139,7 @@ async def plan_answer(service: Service, ask: Ask) -> list[Plan]:
     ]
 
 
-async def render_prompt(service: Service, ask: Ask) -> list[int]:
+def render_prompt(service: Service, ask: Ask) -> list[int]:
     """The prompt of a conversation, the beginning of the answer included.
 
     Raises:
@@ -113,8 +148,8 @@ async def render_prompt(service: Service, ask: Ask) -> list[int]:
     options = {"current_date": date.today().isoformat(), **ask.options}
     continued = ask.messages[-1] if ask.continues_last and ask.messages else None
     if continued is None or continued.role is not Role.ASSISTANT:
-        return await service.render(ask.messages, ask.use.tools, options)
-    return await service.render(ask.messages[:-1], ask.use.tools, {**options, "answer_start": continued.text})
+        return service.render(ask.messages, ask.use.tools, options)
+    return service.render(ask.messages[:-1], ask.use.tools, {**options, "answer_start": continued.text})
 
 
 def tool_use_of(body: AnswerFields) -> ToolUse:

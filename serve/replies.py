@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from serve.body_shape import check_shape
 from serve.errors import ApiError, invalid
+from serve.generation import Update
 from serve.schemas.body import decode_body
-from serve.service import service_of
-from serve.session import Session
+from serve.service import BODY_BYTES, service_of
+from serve.session import Choice, Session
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -32,7 +35,14 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         given = request.headers.get("Content-Type", "")
         message = f"content-type: expected application/json in UTF-8, got {given!r}"
         raise ApiError(415, message, param="content-type", code="unsupported_media_type")
-    return decode_body(await _read(request), kind)
+    data = await _read(request)
+    request[BODY_BYTES] = len(data)
+    return await service_of(request).aside.run(len(data), _decode, request, data, kind)
+
+
+def _decode(request: web.Request, data: bytes, kind: type[T]) -> T:
+    check_shape(data, extra=service_of(request).engine.context_length)
+    return decode_body(data, kind)
 
 
 async def _read(request: web.Request) -> bytes:
@@ -48,6 +58,23 @@ async def _read(request: web.Request) -> bytes:
         raise ApiError(413, f"the body is too large: {error.text}", code="body_too_large") from error
     except web.RequestPayloadError as error:  # chunks or compression gone wrong
         raise invalid(None, "the body is damaged: its chunks or its compression do not hold") from error
+
+
+async def json_answer(
+    request: web.Request, session: Session, build: Callable[[list[Update]], dict[str, Any]]
+) -> web.Response:
+    """The whole of every choice as `build` writes it down."""
+    updates = await session.collect()
+    length = sum(map(answer_length, session.choices))
+    return await service_of(request).aside.run(length, lambda: json_response(build(updates)))
+
+
+def answer_length(choice: Choice) -> int:
+    """Tokens and alternatives of a choice so far, those of an echoed prompt included."""
+    assert choice.job is not None
+    params = choice.job.params
+    prompt = 0 if params.prompt_logprobs is None else len(choice.job.prompt_ids) * (1 + params.prompt_logprobs)
+    return prompt + choice.generation.completion_tokens * (1 + (params.logprobs or 0))
 
 
 def json_response(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

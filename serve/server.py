@@ -166,6 +166,8 @@ class HttpServer:
         delivery = Delivery(self._loop)
         actor = self._build_actor(delivery)
         service = self._service = self._build_service(actor)
+        _LOG.info("preparing the tokenizer")
+        service.warm_up()
         self.app = build_app(service)
         runner = self._runner = web.AppRunner(
             self.app,
@@ -199,6 +201,7 @@ class HttpServer:
         delivery.deliver()
         watch.cancel()
         await runner.cleanup()
+        service.aside.close()
         if self._failure is None:
             _LOG.info("stopped")
         else:

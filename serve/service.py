@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -17,16 +16,18 @@ from resin.models.sampling_defaults import SamplingDefaults
 from resin.plan.sampling import TokenMask
 from resin.recipes import Goal, Message, Recipe, Role, Text, Tokenizer, Tool
 from serve.actor import EngineActor, Job, NotAccepting, QueueFull
+from serve.aside import SHORT, Aside
 from serve.config import ServerConfig
 from serve.errors import ApiError, from_invalid_request, invalid, overloaded, unavailable
 from serve.generation import Generation
 from serve.http_metrics import HttpMetrics
+from serve.length import has_room, longest_token_bytes
 from serve.response_store import ResponseStore
 from serve.session import Session
 from serve.structured import GrammarCompiler, write_grammar
 
-LONG_TEXT_CHARACTERS = 16_384
-"""Above this a prompt is rendered on a worker thread, so that the event loop keeps answering others."""
+MOST_COUNTED_TOKENS = 1 << 19
+"""What `/tokenize` and `count_tokens` take where the context is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,13 @@ class Service:
         self.is_draining = False
         self.responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
         self._tokenizer = tokenizer
+        self.aside = Aside(
+            capacity=config.request_queue_capacity,
+            timeout_s=config.request_timeout_s,
+            retry_after_s=config.retry_after_s,
+        )
         self._compiler: GrammarCompiler | None = None
-        self._compiler_lock = asyncio.Lock()
+        self._longest_token = 0  # bytes
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -91,7 +97,34 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]) -> list[int]:
+    def warm_up(self) -> None:
+        """What the first requests would wait for, and with them everybody: much of it holds the interpreter."""
+        if self._tokenizer is None:
+            return
+        self._longest_token = longest_token_bytes(self._tokenizer, self.engine.config.vocab_size)
+        self._tokenizer.encode("a" * (SHORT + 1))
+        if self.recipe is None:
+            return
+        with contextlib.suppress(ApiError):
+            self.render([Message(Role.USER, [Text("?")])], [], {})
+        self._compiler = GrammarCompiler(self._tokenizer, self.engine.config.vocab_size, self.recipe.stop_token_ids)
+        for goal in (Goal(schema={"type": "object"}), Goal(tools=(Tool("f"),), allows_text=True)):
+            with contextlib.suppress(ApiError):
+                self.masks(goal, (), 1, "")
+
+    def check_length(self, texts: Sequence[str], param: str, *, room_tokens: int | None = None) -> None:
+        """Raises ApiError for texts that have no room in the context, or for more than `room_tokens`, unread."""
+        room = room_tokens or self.engine.context_length
+        if self._tokenizer is not None and not has_room(texts, self._tokenizer, room, self._longest_token):
+            what = "this server counts" if room_tokens else "this model's context holds"
+            message = f"the prompt has {sum(map(len, texts))} characters, which is more than {what} ({room} tokens)"
+            raise invalid(param, message, code="context_length_exceeded")
+
+    def check_countable(self, texts: Sequence[str], param: str) -> None:
+        """Raises ApiError for texts that are too long even to be counted."""
+        self.check_length(texts, param, room_tokens=max(self.engine.context_length, MOST_COUNTED_TOKENS))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]) -> list[int]:
         """The prompt of a conversation.
 
         Raises:
@@ -99,23 +132,17 @@ class Service:
         """
         if self.recipe is None:
             raise ApiError(501, "this model has no chat format", kind="server_error", code="no_recipe")
-        characters = sum(len(message.text) for message in messages)
         try:
-            if characters <= LONG_TEXT_CHARACTERS:
-                return self.recipe.render(messages, tools, **options)
-            return await asyncio.to_thread(self.recipe.render, messages, tools, **options)
+            return self.recipe.render(messages, tools, **options)
         except InvalidRequest as error:
             raise from_invalid_request(error) from error
 
-    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of a raw prompt; control tokens that it spells count as such."""
-        if len(text) <= LONG_TEXT_CHARACTERS:
-            return self.tokenizer.encode(text, add_special=add_special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a raw prompt to be continued; control tokens that it spells count as such."""
+        self.check_length([text], "prompt")
+        return self.tokenizer.encode(text, add_special=True)
 
-    async def masks(
-        self, goal: Goal | None, prompt_ids: Sequence[int], count: int, param: str
-    ) -> Sequence[TokenMask | None]:
+    def masks(self, goal: Goal | None, prompt_ids: Sequence[int], count: int, param: str) -> Sequence[TokenMask | None]:
         """The token masks of `count` choices that must reach a goal; no masks without one.
 
         Raises:
@@ -127,12 +154,8 @@ class Service:
             grammar = write_grammar(self.recipe, goal, prompt_ids, param)
         except InvalidRequest as error:
             raise from_invalid_request(error) from error
-        async with self._compiler_lock:
-            if self._compiler is None:
-                assert self.recipe is not None
-                vocab_size, stops = self.engine.config.vocab_size, self.recipe.stop_token_ids
-                self._compiler = await asyncio.to_thread(GrammarCompiler, self.tokenizer, vocab_size, stops)
-        return await asyncio.to_thread(self._compiler.compile, grammar, count, param)
+        assert self._compiler is not None  # there is a recipe
+        return self._compiler.compile(grammar, count, param)
 
     def choices(self, count: int | None) -> int:
         """How many choices a request gets; raises ApiError beyond the limit."""
@@ -202,6 +225,14 @@ class Service:
             for job in jobs:
                 if not job.is_done:
                     self.actor.cancel(job)
+
+
+BODY_BYTES = web.RequestKey("body_bytes", int)
+
+
+def length_of(request: web.Request) -> int:
+    """Bytes of the body, once it has been read: how long whatever follows from it may take."""
+    return request.get(BODY_BYTES, 0)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)

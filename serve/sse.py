@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from serve.generation import Update
+from serve.service import service_of
 from serve.session import Choice, Session
 
 _ENCODER = msgspec.json.Encoder()
@@ -53,15 +55,35 @@ class EventStream:
     def has_started(self) -> bool:
         return self._response is not None
 
-    async def forward(self, encode: Callable[[Choice, Update], bytes]) -> None:
+    async def forward(
+        self, encode: Callable[[Choice, Update], bytes], is_long: Callable[[Choice], bool] = lambda choice: False
+    ) -> None:
         """Sends what `encode` makes of every update, until all choices have ended.
+
+        Args:
+            encode: an update as bytes.
+            is_long: whether that takes long for a choice's next update, which is then encoded aside.
 
         Raises:
             ApiError: see Session.deliver.
             ConnectionResetError: the client is gone.
         """
         put = self._put
-        await self._session.deliver(lambda choice, update: put(encode(choice, update)), self._drain)
+        aside = service_of(self._request).aside
+        waiting: list[tuple[Choice, Update]] = []
+
+        def take(choice: Choice, update: Update) -> bool:
+            if is_long(choice):
+                waiting.append((choice, update))
+                return True
+            return put(encode(choice, update))
+
+        async def drain() -> None:
+            while waiting:
+                put(await aside.run(math.inf, encode, *waiting.pop()))
+            await self._drain()
+
+        await self._session.deliver(take, drain)
 
     async def send(self, data: bytes) -> None:
         """Sends events.

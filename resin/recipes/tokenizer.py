@@ -22,6 +22,7 @@ from resin.recipes.tokenizer_files import read_directory
 from resin.recipes.tokenizer_gguf import build_gguf_tokenizer
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_SHORT_CHARACTERS = 4096
 
 
 class ChatTokenizer:
@@ -75,7 +76,7 @@ class ChatTokenizer:
             text: any text; half a surrogate pair counts as U+FFFD.
             add_special: whether the tokens that the model wants around a text (such as bos) are added.
         """
-        return list(self._tokenizer.encode(_join_surrogates(text), add_special_tokens=add_special).ids)
+        return _ids_of(self._tokenizer, _join_surrogates(text), add_special)
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """Returns the ids of a text with tokens at given places, encoded as one whole.
@@ -175,6 +176,15 @@ class ChatTokenizer:
         return token.replace(_SPACE, " ").encode()
 
 
+def _ids_of(tokenizer: Tokenizer, text: str, add_special: bool) -> list[int]:
+    """The library lets other threads run only while it encodes a batch, and a long text takes seconds."""
+    if len(text) <= _SHORT_CHARACTERS:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
+    else:
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    return ids
+
+
 class _MarkedTokenizer:
     """A copy of a tokenizer that is blind to control tokens and knows a mark for each of them instead.
 
@@ -214,7 +224,7 @@ class _MarkedTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         real = self._id_of_mark
-        return [real.get(index, index) for index in self._tokenizer.encode(text, add_special_tokens=False).ids]
+        return [real.get(index, index) for index in _ids_of(self._tokenizer, text, False)]
 
 
 def _like(token: AddedToken, content: str) -> AddedToken:

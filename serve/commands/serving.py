@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -107,6 +108,9 @@ def _serve(args: argparse.Namespace, config: ServerConfig, listener: Listener) -
         config=config,
         listener=listener,
     )
+    # What is alive now stays alive: walking through it would stop every stream for a moment, again and again.
+    gc.collect()
+    gc.freeze()
     _open_access_log(is_quiet=args.quiet)
     try:
         server.serve(on_ready=lambda: print(f"{server.model} is ready at {server.url}", file=sys.stderr))

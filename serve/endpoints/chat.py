@@ -14,7 +14,7 @@ from serve.errors import ApiError, invalid, openai_body
 from serve.generation import Ending, Update
 from serve.logprobs import chat_logprobs
 from serve.planning import Ask, plan_answer, reasoning_options, tool_use_of
-from serve.replies import json_response, read_body, usage_of
+from serve.replies import json_answer, read_body, usage_of
 from serve.schemas.chat import ChatRequest, to_messages
 from serve.service import Service, service_of
 from serve.session import Choice, Session
@@ -34,12 +34,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, ChatRequest)
     service.check_model(body.model)
-    plans = await plan_answer(service, ask_of(body))
+    plans = await plan_answer(request, ask_of, body)
     reply = _Reply(service, body)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
             return await _stream(request, session, reply)
-        return json_response(await reply.collect(session))
+        return await json_answer(request, session, lambda updates: reply.whole(session, updates))
 
 
 def ask_of(body: ChatRequest) -> Ask:
@@ -121,10 +121,10 @@ class _Reply:
             choices.append(_choice_fields(index, {}) | {"finish_reason": finish})
         return [self.chunk([choice], usage) for choice in choices]
 
-    async def collect(self, session: Session) -> dict[str, Any]:
+    def whole(self, session: Session, updates: Sequence[Update]) -> dict[str, Any]:
         """The whole answer at once."""
         choices = []
-        for index, update in enumerate(await session.collect()):
+        for index, update in enumerate(updates):
             assert update.ending is not None
             choices.append(
                 {

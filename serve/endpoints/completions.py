@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
 
+from serve.aside import SHORT
 from serve.endpoints.chat import FINISH_REASONS
 from serve.errors import ApiError, invalid, openai_body
 from serve.generation import Generation, PlainParser, Update
 from serve.logprobs import completion_logprobs
-from serve.replies import json_response, read_body, usage_of
+from serve.replies import answer_length, json_answer, read_body, usage_of
 from serve.schemas.completions import CompletionRequest
 from serve.schemas.sampling import build_params, seed_of_choice
-from serve.service import Plan, Service, service_of
+from serve.service import Plan, Service, length_of, service_of
 from serve.session import Choice, Session
 from serve.sse import EventStream, encode_events
 from serve.text_rows import TextRows, TokenLogprob
@@ -31,23 +34,23 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service.check_model(body.model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", f"best_of={body.best_of}: expected the same as n")
-    plans = await _plan_choices(service, body)
+    plans = await service.aside.run(length_of(request), _plan_choices, service, body)
     reply = _Reply(service, body)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         session.prompt_tokens = sum(len(plan.prompt_ids) for plan in plans[:: body.n or 1])
         if body.stream:
             return await _stream(request, session, reply)
-        return json_response(await reply.collect(session))
+        return await json_answer(request, session, lambda updates: reply.whole(session, updates))
 
 
-async def _plan_choices(service: Service, body: CompletionRequest) -> list[Plan]:
+def _plan_choices(service: Service, body: CompletionRequest) -> list[Plan]:
     prompts = body.prompts()
     if len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt: at most {MAX_PROMPTS} prompts, got {len(prompts)}")
     count = service.choices(body.n)
     plans = []
     for prompt in prompts:
-        prompt_ids = prompt if isinstance(prompt, list) else await service.encode(prompt)
+        prompt_ids = prompt if isinstance(prompt, list) else service.encode_prompt(prompt)
         if not prompt_ids:
             raise invalid("prompt", "prompt: at least one token")
         # 16 is the API's own default; 0 asks for nothing but the prompt's logprobs, which takes one step all the same.
@@ -110,7 +113,7 @@ class _Reply:
     def _logprobs(self, choice: Choice, entries: list[TokenLogprob], echoed: bool, start: int) -> dict[str, Any]:
         ids = [entry.token_id for entry in entries]
         logprobs: list[float | None] = [entry.logprob for entry in entries]
-        tops: list[Any] = [entry.top for entry in entries]
+        tops: Iterable[Any] = (entry.top for entry in entries)
         request = choice.job.request if choice.job else None
         found = request.prompt_logprobs if echoed and request else None
         if found is not None:
@@ -118,12 +121,11 @@ class _Reply:
             ids = _prompt_ids(choice) + ids
             logprobs = [None, *found.logprobs.tolist(), *logprobs]
             pairs = zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
-            tops = [None, *(list(zip(*pair, strict=True)) for pair in pairs), *tops]
+            tops = chain([None], (zip(*pair, strict=True) for pair in pairs), tops)
         return completion_logprobs(ids, logprobs, tops, self.tokenizer, first_offset=start)
 
-    async def collect(self, session: Session) -> dict[str, Any]:
-        whole = await session.collect()
-        choices = [self.choice(choice, whole[choice.index], is_first=True) for choice in session.choices]
+    def whole(self, session: Session, updates: Sequence[Update]) -> dict[str, Any]:
+        choices = [self.choice(choice, updates[choice.index], is_first=True) for choice in session.choices]
         return self.body(choices) | {"usage": usage_of(session, self.prompts)}
 
 
@@ -141,8 +143,11 @@ async def _stream(request: web.Request, session: Session, reply: _Reply) -> web.
         started.add(choice.index)
         return encode_events([chunk | ({"usage": None} if reply.includes_usage else {})])
 
+    def is_long(choice: Choice) -> bool:
+        return reply.echoes and choice.index not in started and answer_length(choice) > SHORT
+
     try:
-        await stream.forward(encode)
+        await stream.forward(encode, is_long)
         if reply.includes_usage:
             await stream.send(encode_events([reply.body([]) | {"usage": usage_of(session, reply.prompts)}]))
     except ApiError as error:

@@ -12,11 +12,11 @@ from aiohttp import web
 from resin.recipes import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from serve.errors import ApiError, anthropic_body
 from serve.generation import Ending, Update
-from serve.planning import Ask, ToolUse, plan_answer, reasoning_options, render_prompt
+from serve.planning import Ask, ToolUse, plan_answer, reasoning_options, render_prompt, texts_of
 from serve.replies import json_response, read_body
 from serve.schemas.messages import CountRequest, MessagesRequest, OutputConfig, to_messages, to_tools
 from serve.schemas.sampling import SamplingFields
-from serve.service import service_of
+from serve.service import Service, length_of, service_of
 from serve.session import Session
 from serve.sse import EventStream, encode_named
 
@@ -33,7 +33,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, MessagesRequest)
     service.check_model(body.model)
-    plans = await plan_answer(service, _ask_of(body, body))
+    plans = await plan_answer(request, lambda body: _ask_of(body, body), body)
     builder = _MessageBuilder(service.model)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
@@ -48,8 +48,13 @@ async def count_tokens(request: web.Request) -> web.Response:
     service = service_of(request)
     body = await read_body(request, CountRequest)
     service.check_model(body.model)
-    prompt_ids = await render_prompt(service, _ask_of(body))
-    return json_response({"input_tokens": len(prompt_ids)})
+    return await service.aside.run(length_of(request), _count, service, body)
+
+
+def _count(service: Service, body: CountRequest) -> web.Response:
+    ask = _ask_of(body)
+    service.check_countable(texts_of(ask.messages), "messages")
+    return json_response({"input_tokens": len(render_prompt(service, ask))})
 
 
 def _ask_of(body: CountRequest, sampled: MessagesRequest | None = None) -> Ask:

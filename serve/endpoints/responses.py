@@ -11,12 +11,13 @@ from aiohttp import web
 
 from resin.recipes import Message, Role, Text
 from serve.errors import ApiError
+from serve.generation import Update
 from serve.planning import Ask, ToolUse, plan_answer, reasoning_options
-from serve.replies import json_response, read_body, usage_of
+from serve.replies import json_answer, json_response, read_body, usage_of
 from serve.response_builder import Event, ResponseBuilder
 from serve.schemas.responses import FunctionChoice, ResponsesRequest, function_tools, input_messages, schema_of
 from serve.schemas.sampling import SamplingFields
-from serve.service import Service, service_of
+from serve.service import Service, length_of, service_of
 from serve.session import Session
 from serve.sse import EventStream, encode_named
 
@@ -26,17 +27,15 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_body(request, ResponsesRequest)
     service.check_model(body.model)
-    conversation = [*_earlier_messages(service, body), *input_messages(body)]
-    plans = await plan_answer(service, _ask_of(body, conversation))
+    earlier = _earlier_messages(service, body)
+    conversation = await service.aside.run(length_of(request), lambda: [*earlier, *input_messages(body)])
+    plans = await plan_answer(request, lambda body: _ask_of(body, conversation), body)
     builder = ResponseBuilder(_blank_response(service, body), service.tokenizer)
     with service.run(request, plans, cache_salt=body.cache_salt or "") as session:
         if body.stream:
             response = await _stream(request, session, builder)
         else:
-            (update,) = await session.collect()
-            builder.add(update)
-            _finish(builder, session)
-            response = json_response(builder.response)
+            response = await json_answer(request, session, lambda updates: _whole(builder, session, updates))
     if body.store is not False and builder.response["status"] in ("completed", "incomplete"):
         service.responses.put(builder.response, [*conversation, builder.turn()])
     return response
@@ -150,6 +149,13 @@ def _finish(builder: ResponseBuilder, session: Session) -> list[Event]:
     ending = session.choices[0].generation.ending
     assert ending is not None
     return builder.finish(ending, _usage(session))
+
+
+def _whole(builder: ResponseBuilder, session: Session, updates: list[Update]) -> dict[str, Any]:
+    (update,) = updates
+    builder.add(update)
+    _finish(builder, session)
+    return builder.response
 
 
 async def _stream(request: web.Request, session: Session, builder: ResponseBuilder) -> web.StreamResponse:

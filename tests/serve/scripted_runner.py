@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from resin import BatchPlan, ForwardOutput, RowFlag, RunnerConfig
+from resin.recipes import Tokenizer
 from tests.recipes.byte_tokenizer import ByteTokenizer
 
 CHOSEN_LOGPROB, OTHER_LOGPROB, PROMPT_LOGPROB = -0.25, -2.5, -1.5
@@ -23,24 +24,36 @@ class ScriptedRunner:
     highest allowed token.
     """
 
-    def __init__(self, *, default: str = "Hello!", step_s: float = 0.0, max_sequences: int = 256) -> None:
-        self.tokenizer = TOKENIZER
+    def __init__(
+        self,
+        *,
+        default: str = "Hello!",
+        step_s: float = 0.0,
+        max_sequences: int = 256,
+        max_context_tokens: int = 4096,
+        max_plan_tokens: int = 8192,
+        tokenizer: Tokenizer = TOKENIZER,
+    ) -> None:
+        self.tokenizer = tokenizer
         self.config = RunnerConfig(
-            vocab_size=TOKENIZER.vocab_size, max_sequences=max_sequences, max_context_tokens=4096
+            vocab_size=tokenizer.vocab_size,
+            max_sequences=max_sequences,
+            max_context_tokens=max_context_tokens,
+            max_plan_tokens=max_plan_tokens,
         )
         self.step_s = step_s
         self.fails_with: Exception | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.steps = 0
-        self._end = TOKENIZER.eos_ids[0]
-        self._default = TOKENIZER.encode(default)
+        self._end = tokenizer.eos_ids[0]
+        self._default = tokenizer.encode(default)
         self._responses: dict[bytes, list[int]] = {}
         self._sequences: dict[int, list[int]] = {}
         self._plans: dict[int, tuple[int, list[int]]] = {}
 
     def answer(self, key: str, response: str | Sequence[int]) -> None:
         """Prompts that hold `key` are continued with `response`."""
-        ids = TOKENIZER.encode(response) if isinstance(response, str) else list(response)
+        ids = self.tokenizer.encode(response) if isinstance(response, str) else list(response)
         self._responses[key.encode()] = ids
 
     def forward(self, plan: BatchPlan) -> ForwardOutput:
@@ -69,8 +82,8 @@ class ScriptedRunner:
         slot = int(plan.slots[row])
         start = int(plan.seq_lens[row]) - len(new)
         if not flag & RowFlag.FROM_SLOT:
-            kept = self._sequences.get(slot, [])[:start]
-            self._sequences[slot] = kept + new
+            known = self._sequences.setdefault(slot, [])
+            known[start:] = new
             if start == 0:
                 self._plans.pop(slot, None)
         if not flag & RowFlag.EMIT:
@@ -82,25 +95,26 @@ class ScriptedRunner:
         place = len(sequence) - prompt_length
         token = response[place] if place < len(response) else self._end
         if flag & RowFlag.MASK and plan.allowed_masks is not None:
-            token = _allowed(plan.allowed_masks[row], token)
+            token = self._allowed(plan.allowed_masks[row], token)
         sequence.append(token)
         return token
 
     def _response_to(self, sequence: list[int]) -> tuple[int, list[int]]:
+        if not self._responses:
+            return len(sequence), self._default
         data = bytes(min(token, 255) for token in sequence)
         found = max(((data.rfind(key), response) for key, response in self._responses.items()), default=(-1, []))
         return len(sequence), found[1] if found[0] >= 0 else self._default
 
-
-def _allowed(words: np.ndarray, token: int) -> int:
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: TOKENIZER.vocab_size]
-    if bits[token]:
-        return token
-    if bits[TOKENIZER.eos_ids[0]]:
-        return TOKENIZER.eos_ids[0]
-    choices = np.flatnonzero(bits)
-    visible = choices[(choices > ord(" ")) & (choices < 256)]
-    return int(visible[-1]) if visible.size else int(choices[-1])
+    def _allowed(self, words: np.ndarray, token: int) -> int:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self.config.vocab_size]
+        if bits[token]:
+            return token
+        if bits[self._end]:
+            return self._end
+        choices = np.flatnonzero(bits)
+        visible = choices[(choices > ord(" ")) & (choices < 256)]
+        return int(visible[-1]) if visible.size else int(choices[-1])
 
 
 def _logprobs(plan: BatchPlan, tokens: np.ndarray) -> dict[str, np.ndarray]:
