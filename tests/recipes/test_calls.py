@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resin.recipes.call_formats import _literal
 from resin.recipes.calls import Call, read_json_calls, read_python_calls
-from resin.recipes.lfm2 import _literal
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
