@@ -5,6 +5,7 @@ Shapes are those of Llama-3.1-8B, Qwen3-0.6B and Qwen3-30B-A3B; `small` replaces
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.mxfp4 import PackedMatrices, packed_shapes
 from resin.pallas_kernels.route import RouteRule
 from resin.pallas_kernels.sampling import Draw
 
@@ -98,6 +100,7 @@ def build_cases(small: bool) -> Iterator[KernelCase]:
         yield route_case(tokens, *((8, 2, 64) if small else (128, 8, 2048)))
     for tokens in (2,) if small else (1, 32, 4096):
         yield experts_case(tokens, *((8, 2, 64, 32) if small else (128, 8, 2048, 768)))
+        yield packed_experts_case(tokens, *((8, 2, 64, 32) if small else (32, 4, 2880, 2880)))
     for rows, vocab in ((4, 3000),) if small else ((1, 200_000), (64, 200_000)):
         yield sampling_case(rows, vocab)
 
@@ -296,6 +299,32 @@ def experts_case(tokens: int, experts: int, choices: int, width: int, inner: int
         tokens * choices * 6 * width * inner,
         tolerance=2e-2,
     )
+
+
+def packed_experts_case(tokens: int, experts: int, choices: int, width: int, inner: int) -> KernelCase:
+    scores = jax.random.normal(jax.random.key(1), (tokens, experts))
+    weights, ids = jax.lax.top_k(jax.nn.softmax(scores), choices)
+    gate_up, down = packed_matrices(2, experts, 2 * inner, width), packed_matrices(3, experts, width, inner)
+    touched = len(np.unique(np.asarray(ids)))
+    return KernelCase(
+        "packed_expert_ffn",
+        f"{tokens} tokens, {touched} of {experts} MXFP4 experts",
+        lambda function, *arguments: function(*arguments),
+        (normal(4, tokens, width), ids.astype(jnp.int32), weights, gate_up, down),
+        ("experts_mxfp4",),
+        int(touched * 3 * width * inner * (0.5 + 1 / 32)),
+        tokens * choices * 6 * width * inner,
+        tolerance=2e-2,
+    )
+
+
+def packed_matrices(seed: int, experts: int, rows: int, inner: int) -> PackedMatrices:
+    """Random codes; outputs of about unit deviation."""
+    words, factors, units = packed_shapes(experts, rows, inner)
+    bits = jax.random.bits(jax.random.key(seed), words, jnp.uint32)
+    byte = 253 - round(math.log2(2.93 * inner**0.5))
+    same = np.full(factors, byte * 0x01010101, np.uint32).view(np.int32)
+    return PackedMatrices(jax.lax.bitcast_convert_type(bits, jnp.int32), jnp.asarray(same), jnp.ones(units))
 
 
 def sampling_case(rows: int, vocab: int) -> KernelCase:

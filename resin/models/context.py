@@ -19,6 +19,8 @@ from resin.models.grouped import grouped_experts
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope, rotate
 from resin.pallas_kernels.fp8 import round_fp8
+from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.route import NormedRows
 
 if TYPE_CHECKING:
@@ -79,6 +81,21 @@ class Routed(NamedTuple):
     x: NormedRows
     experts: jax.Array
     weights: jax.Array
+
+
+class ExpertOperands(NamedTuple):
+    """Experts as kernels take them.
+
+    Attributes:
+        gate_up, down: `[E, hidden, 2 I]` and `[E, I, hidden]`, or both packed.
+        gate: joins the halves of the first product.
+        biases: `[E, 2 I]` and `[E, hidden]`, or None.
+    """
+
+    gate_up: jax.Array | PackedMatrices
+    down: jax.Array | PackedMatrices
+    gate: Gate
+    biases: tuple[jax.Array, jax.Array] | None
 
 
 class Context(abc.ABC):
@@ -240,7 +257,7 @@ class Context(abc.ABC):
         routed: Routed,
         count: int,
         apply: Callable[[jax.Array, jax.Array], jax.Array],
-        matrices: tuple[jax.Array, jax.Array] | None = None,
+        operands: ExpertOperands | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
         """`residual` plus the weighted sum of each token's experts; padding costs nothing.
@@ -249,8 +266,7 @@ class Context(abc.ABC):
             routed: tokens and their experts.
             count: experts of this device.
             apply: maps an expert (int32 scalar) and rows [M, hidden] to [M, hidden].
-            matrices: the same function as `[E, hidden, 2 I]` and `[E, I, hidden]`, if it is a silu-gated layer without
-                biases.
+            operands: the same function as kernels know it, if they do.
             residual: [T, hidden] added at the end.
         """
         experts = routed.experts

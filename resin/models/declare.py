@@ -187,6 +187,17 @@ class Init:
     mean: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ByteInit(Init):
+    """Of every byte of an integer weight, cut to 0 to 255.
+
+    Attributes:
+        stored_mean: mean of the checkpoint's bytes where the weight holds other numbers; None for the same.
+    """
+
+    stored_mean: float | None = None
+
+
 # Biases, and whatever else a model adds where zero would change nothing.
 BIAS = Init(std=0.3)
 
@@ -204,6 +215,8 @@ class Declaration:
         init: distribution of dummy values.
         flops_per_token: multiply-adds a token times two; 0 for lookups and norms.
         token_share: share of the weight that one token reads: 1, a row of a table, k of E experts.
+        parameters: numbers behind the weight; None for one an element.
+        stored_dtype: of the checkpoint's tensors, where it is not any float; None for any float.
     """
 
     shape: tuple[int, ...]
@@ -214,6 +227,8 @@ class Declaration:
     init: Init
     flops_per_token: int
     token_share: float = 1.0
+    parameters: int | None = None
+    stored_dtype: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -242,6 +257,8 @@ def declare(
     dtype: str | None = None,
     flops_per_token: int | None = None,
     token_share: float = 1.0,
+    parameters: int | None = None,
+    stored_dtype: str | None = None,
 ) -> Weight:
     """Declares one weight.
 
@@ -256,6 +273,8 @@ def declare(
         flops_per_token: None counts two for each number of a matrix; weights that are only indexed, or of which a
             token uses a part, say what they cost.
         token_share: share of the weight that one token reads.
+        parameters: numbers behind a packed weight; None counts its elements.
+        stored_dtype: the only dtype that its tensors may have; None takes any float.
     """
     shape = tuple(shape)
     matrix = len(shape) >= 2
@@ -272,5 +291,7 @@ def declare(
         init=init,
         flops_per_token=flops_per_token,
         token_share=token_share,
+        parameters=parameters,
+        stored_dtype=stored_dtype,
     )
     return Weight(jax.ShapeDtypeStruct(shape, declaration.dtype), declaration=declaration)

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 from flax import nnx
-from jax import lax
 
 from resin.models.config_reader import ConfigReader
-from resin.models.context import Context
+from resin.models.context import Context, ExpertOperands
 from resin.models.declare import (
     BIAS,
     Assembly,
     Deinterleaved,
     Fused,
     FusedPart,
-    Init,
     Placement,
     Same,
     Stacked,
     Transposed,
     declare,
 )
-from resin.models.mxfp4 import BLOCK_BYTES, GROUP_VALUES, unpack_mxfp4
 from resin.models.norm import RMSNorm
+from resin.models.packed import PackedExpertMatrix
 from resin.models.routers import Router
-from resin.plan import InvalidRequest
-
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
-"""Maps gate and up, both [M, I], to the values that go down."""
+from resin.pallas_kernels.experts import SILU
+from resin.pallas_kernels.gates import Gate
 
 MOST_EXPERTS = 4096
-E2M1_STD = 2.93  # of the sixteen values, each as likely
 
-
-def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """`silu(gate) * up`."""
-    return jax.nn.silu(gate) * up
+GateFunction = Gate | Callable[[jax.Array, jax.Array], jax.Array]
+"""Maps gate and up, both [M, I], to the values that go down. Kernels compute a `Gate`, and plain XLA anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,45 +97,6 @@ class ExpertMatrix(nnx.Module):
         return x @ self.weight[...][expert]
 
 
-class PackedExpertMatrix(nnx.Module):
-    """The same as MXFP4: a quarter of bfloat16's bytes in memory, decoded when an expert is used."""
-
-    def __init__(
-        self, placement: Placement, name: str, sizes: ExpertSizes, shape: tuple[int, int], *, assembly: Assembly
-    ) -> None:
-        inner, outer = shape
-        if inner % GROUP_VALUES:
-            raise InvalidRequest("intermediate_size", inner, f"a multiple of {GROUP_VALUES}, the values of a scale")
-        groups = inner // GROUP_VALUES
-        self.blocks = declare(
-            (sizes.experts, outer, groups, BLOCK_BYTES),
-            placement,
-            f"{name}_blocks",
-            assembly=assembly,
-            partition=("tp", None, None, None),
-            dtype="uint8",
-            init=Init(mean=127.5, std=74.0),
-            flops_per_token=sizes.flops(*shape),
-            token_share=sizes.token_share,
-        )
-        self.scales = declare(
-            (sizes.experts, outer, groups),
-            placement,
-            f"{name}_scales",
-            assembly=assembly,
-            partition=("tp", None, None),
-            dtype="uint8",
-            init=Init(mean=127 - math.log2(E2M1_STD * inner**0.5), std=0.7),
-            flops_per_token=0,
-            token_share=sizes.token_share,
-        )
-
-    def product(self, expert: jax.Array, x: jax.Array) -> jax.Array:
-        """`[M, in]` times the matrix of one expert (int32 scalar): `[M, out]`."""
-        matrix = unpack_mxfp4(self.blocks[...][expert], self.scales[...][expert], x.dtype)
-        return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())))
-
-
 class MixtureOfExperts(nnx.Module):
     """`sum_i weight_i * down_i(gate(gate_up_i(x)))` over the experts that the router gives a token.
 
@@ -158,7 +111,7 @@ class MixtureOfExperts(nnx.Module):
         router: Router,
         gate_up: ExpertMatrix | PackedExpertMatrix,
         down: ExpertMatrix | PackedExpertMatrix,
-        gate: Gate = silu_gate,
+        gate: GateFunction = SILU,
         biases: tuple[str, str] | None = None,
     ) -> None:
         """Args:
@@ -203,16 +156,20 @@ class MixtureOfExperts(nnx.Module):
         """`residual + experts(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("experts"):
             routed = self.router.route(context, x, norm)
-            return context.mix_experts(routed, self.share, self._apply, self._plain_matrices(), residual)
+            return context.mix_experts(routed, self.share, self._apply, self._operands(), residual)
 
-    def _plain_matrices(self) -> tuple[jax.Array, jax.Array] | None:
-        """What a kernel for silu-gated experts takes, if these are such."""
-        is_own = type(self)._apply is not MixtureOfExperts._apply
-        if self.gate is not silu_gate or self.down_bias is not None or is_own:
+    def _operands(self) -> ExpertOperands | None:
+        """What kernels take, unless something here is a class of its own."""
+        if type(self)._apply is not MixtureOfExperts._apply or not isinstance(self.gate, Gate):
             return None
-        if not type(self.gate_up) is type(self.down) is ExpertMatrix:
-            return None
-        return self.gate_up.weight[...], self.down.weight[...]
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = self.gate_up_bias[...], self.down_bias[...]
+        if type(self.gate_up) is type(self.down) is ExpertMatrix:
+            return ExpertOperands(self.gate_up.weight[...], self.down.weight[...], self.gate, biases)
+        if type(self.gate_up) is type(self.down) is PackedExpertMatrix:
+            return ExpertOperands(self.gate_up.packed(), self.down.packed(), self.gate, biases)
+        return None
 
     def _apply(self, expert: jax.Array, x: jax.Array) -> jax.Array:
         joined = self.gate_up.product(expert, x)
@@ -252,19 +209,32 @@ def listed_experts(
 
 
 def joined_experts(
-    placement: Placement, name: str, sizes: ExpertSizes, *, router: Router, gate: Gate, packed: bool
+    placement: Placement, name: str, sizes: ExpertSizes, *, router: Router, gate: GateFunction, packed: bool
 ) -> MixtureOfExperts:
     """Experts in one tensor a matrix, gate and up interleaved, with biases; packed as MXFP4 or plain."""
-    kind = PackedExpertMatrix if packed else ExpertMatrix
     gate_up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
-    # Packed matrices are stored [E, out, in], plain ones [E, in, out].
-    halves = Deinterleaved(axis=1 if packed else 2)
+
+    def matrix(source: str, shape: tuple[int, int], interleaved: bool) -> ExpertMatrix | PackedExpertMatrix:
+        if packed:
+            flops, share = sizes.flops(*shape), sizes.token_share
+            return PackedExpertMatrix(
+                placement,
+                source,
+                sizes.experts,
+                shape,
+                interleaved=interleaved,
+                flops_per_token=flops,
+                token_share=share,
+            )
+        assembly = Deinterleaved(axis=2) if interleaved else Same()
+        return ExpertMatrix(placement, source, sizes, shape, assembly=assembly)
+
     return MixtureOfExperts(
         placement,
         sizes,
         router=router,
-        gate_up=kind(placement, gate_up, sizes, (sizes.hidden, 2 * sizes.width), assembly=halves),
-        down=kind(placement, down, sizes, (sizes.width, sizes.hidden), assembly=Same()),
+        gate_up=matrix(gate_up, (sizes.hidden, 2 * sizes.width), True),
+        down=matrix(down, (sizes.width, sizes.hidden), False),
         gate=gate,
         biases=(f"{gate_up}_bias", f"{down}_bias"),
     )

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from resin.models.attention import Attention
@@ -21,6 +20,7 @@ from resin.models.experts import ExpertSizes, joined_experts
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.routers import Router
 from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
+from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.route import RouteRule
 from resin.plan import CacheGroup
 
@@ -85,12 +85,6 @@ class GptOssConfig(DecoderConfig):
         )
 
 
-def clamped_gate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float) -> jax.Array:
-    """`(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit` and up within it on both sides."""
-    gate = jnp.minimum(gate, limit)
-    return (jnp.clip(up, -limit, limit) + 1) * gate * jax.nn.sigmoid(alpha * gate)
-
-
 class GptOssLayer(nnx.Module):
     """`x += attention(norm x)`, then `x += experts(norm x)`."""
 
@@ -118,7 +112,7 @@ class GptOssLayer(nnx.Module):
             experts=sizes.experts,
             bias=True,
         )
-        gate = partial(clamped_gate, limit=config.gate_limit, alpha=config.gate_alpha)
+        gate = Gate(alpha=config.gate_alpha, limit=config.gate_limit, up_bias=1.0)
         self.experts = joined_experts(
             placement, f"{name}.mlp.experts", sizes, router=router, gate=gate, packed=config.packed
         )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from resin.models.context import AttentionLayer, Context, Routed, ShiftLayer
+from resin.models.context import AttentionLayer, Context, ExpertOperands, Routed, ShiftLayer
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.planes import PlaneRows, check_plane, first_row, plane_rows
 from resin.models.rope import Rope
@@ -17,6 +17,7 @@ from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.table import (
     Backend,
     Kernels,
@@ -221,13 +222,16 @@ class PagedContext(Context):
         routed: Routed,
         count: int,
         apply: Callable[[jax.Array, jax.Array], jax.Array],
-        matrices: tuple[jax.Array, jax.Array] | None = None,
+        operands: ExpertOperands | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
         (x, factor), experts, weights = routed
-        if self._is_reference or matrices is None or x.dtype != jnp.bfloat16 or self.tp > 1:
-            return super().mix_experts(routed, count, apply, matrices, residual)
-        return self._kernels.expert_ffn(x, experts, weights, *matrices, factor=factor, residual=residual)
+        if self._is_reference or operands is None or x.dtype != jnp.bfloat16 or self.tp > 1:
+            return super().mix_experts(routed, count, apply, operands, residual)
+        gate_up, down, gate, biases = operands
+        is_packed = isinstance(gate_up, PackedMatrices)
+        kernel = self._kernels.packed_expert_ffn if is_packed else self._kernels.expert_ffn
+        return kernel(x, experts, weights, gate_up, down, gate=gate, biases=biases, factor=factor, residual=residual)
 
     def _zero_counters(self, kernel: str, least: int) -> jax.Array | None:
         """Zeros that a kernel's programs count in and leave as zeros; one array serves all layers."""

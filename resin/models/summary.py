@@ -138,11 +138,8 @@ def summarise(
 
 
 def count_parameters(declaration: Declaration) -> int:
-    """Numbers behind a weight: two a byte of MXFP4 blocks, none for their scales."""
-    size = int(np.prod(declaration.shape))
-    if declaration.dtype != "uint8":
-        return size
-    return 2 * size if declaration.sources[0].endswith("_blocks") else 0
+    """Numbers behind a weight."""
+    return int(np.prod(declaration.shape)) if declaration.parameters is None else declaration.parameters
 
 
 def _weight_rows(abstract: AbstractModel) -> tuple[WeightRow, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from resin.models.declare import Declaration, Placement
+from resin.models.declare import ByteInit, Declaration, Placement
 from resin.models.families import read_config
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
 from resin.models.loading.quantised import (
@@ -195,6 +195,8 @@ def random_checkpoint(config: Mapping[str, Any], *, model: str | None = None, se
     for declaration in abstract.declarations:
         shapes = declaration.assembly.source_shapes(declaration.shape)
         for name, shape in zip(declaration.sources, shapes, strict=True):
+            if name in arrays:  # of another weight, made of the same tensor
+                continue
             rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
             arrays[name] = _random_tensor(declaration, rng.standard_normal(shape))
     return MemoryCheckpoint(dict(config), arrays)
@@ -202,8 +204,9 @@ def random_checkpoint(config: Mapping[str, Any], *, model: str | None = None, se
 
 def _random_tensor(declaration: Declaration, normal: np.ndarray) -> np.ndarray:
     init = declaration.init
-    if declaration.dtype == "uint8":
-        return np.clip(np.rint(init.mean + init.std * normal), 0, 255).astype(np.uint8)
+    if isinstance(init, ByteInit):
+        mean = init.mean if init.stored_mean is None else init.stored_mean
+        return np.clip(np.rint(mean + init.std * normal), 0, 255).astype(np.uint8)
     std = init.std if normal.ndim > 1 else 0.3
     return (init.mean + std * normal).astype(np.float32)
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from resin.models.declare import Declaration, Init, Weight
+from resin.models.declare import ByteInit, Declaration, Init, Weight
 from resin.models.loading.checkpoint import Checkpoint, TensorInfo, refuse_misfits
 from resin.models.loading.quantised import packed_parts
 from resin.models.workers import worker_pool
@@ -113,7 +113,7 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
             used.add(stored)
             if stored not in held:
                 missing.append(f"missing {stored} {list(shape)}")
-            elif fault := _fault_of(stored, held[stored], shape, declaration.dtype):
+            elif fault := _fault_of(stored, held[stored], shape, declaration.stored_dtype):
                 unfit.append(fault)
     for name in checkpoint.quantised:
         if name in used:
@@ -133,12 +133,12 @@ def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str
     return other
 
 
-def _fault_of(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str) -> str | None:
-    """What is wrong with a stored (or decoded) tensor that becomes a weight of a dtype."""
+def _fault_of(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str | None) -> str | None:
+    """What is wrong with a stored (or decoded) tensor that is to have a shape and a dtype, or any float."""
     if tuple(info.shape) != shape:
         return f"misshapen {name} {list(info.shape)}, expected {list(shape)}"
     # Packed values are only what they are; numbers are read from floats that need no scale.
-    allowed = (dtype,) if jnp.issubdtype(dtype, jnp.integer) else _PLAIN_FLOATS
+    allowed = _PLAIN_FLOATS if dtype is None else (dtype,)
     if info.dtype in allowed:
         return None
     reason = " (a scale for it is not stored)" if info.dtype.startswith("float8") else ""
@@ -221,8 +221,15 @@ def dummy_weights(
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str, init: Init) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        values = jnp.round(init.mean + init.std * jax.random.normal(key, shape, jnp.float32))
-        return jnp.clip(values, limits.min, limits.max).astype(dtype)
+    if isinstance(init, ByteInit):
+        return _random_bytes(key, shape, dtype, init)
     return init.mean + init.std * jax.random.normal(key, shape, jnp.dtype(dtype))
+
+
+def _random_bytes(key: jax.Array, shape: tuple[int, ...], dtype: str, init: ByteInit) -> jax.Array:
+    """Byte by byte, as a float32 for each would take eight times the weight's memory."""
+    total = jnp.zeros(shape, dtype)
+    for index in range(jnp.dtype(dtype).itemsize):
+        values = init.mean + init.std * jax.random.normal(jax.random.fold_in(key, index), shape, jnp.bfloat16)
+        total = total | (jnp.clip(jnp.round(values), 0, 255).astype(dtype) << (8 * index))
+    return total

@@ -7,7 +7,6 @@ the gate columns `[:, :N/2]` and the up columns `[:, N/2:]` of one fused weight 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
-
-Gate = Literal["silu", "gelu_tanh"]
+from resin.pallas_kernels.gates import Kind, activate
 
 
 def dense_small(
@@ -26,7 +24,7 @@ def dense_small(
     *,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
-    gate: Gate | None = None,
+    gate: Kind | None = None,
     residual: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     counters: jax.Array | None = None,
@@ -69,7 +67,7 @@ def dense_small(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spec(ProductSpec):
-    gate: Gate | None
+    gate: Kind | None
 
     @property
     def name(self) -> str:
@@ -95,20 +93,13 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
     plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
 
 
-def activate(gate: Gate, x: jax.Array) -> jax.Array:
-    """The named activation."""
-    if gate == "silu":
-        return x / (1.0 + jnp.exp(-x))
-    return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
 def dense_small_ref(
     x: jax.Array,
     weight: jax.Array,
     *,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
-    gate: Gate | None = None,
+    gate: Kind | None = None,
     residual: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     counters: jax.Array | None = None,

@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.dense_small import Gate, activate
+from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.tiles import NOWHERE, tile_dot
 
+SILU = Gate()
 SCAN_PAIRS = 512  # above it a 16 x P comparison no longer fits the registers
 
 
@@ -69,7 +70,8 @@ def expert_ffn(
     gate_up: jax.Array,
     down: jax.Array,
     *,
-    gate: Gate = "silu",
+    gate: Gate = SILU,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     factor: jax.Array | None = None,
     residual: jax.Array | None = None,
     interpret: bool = False,
@@ -82,7 +84,8 @@ def expert_ffn(
         expert_weights: float32 `[T, k]`.
         gate_up: `[E, D, 2 F]`, gate columns then up columns.
         down: `[E, F, D]`.
-        gate: activation of the gate half.
+        gate: of the gate and the up half.
+        biases: `[E, 2 F]` and `[E, D]` added to the products; None for none.
         factor: float32 `[T]` of each row of x; None for 1.
         residual: `[T, D]` added to the result; None for none.
         interpret: run the kernel bodies in Pallas' interpreter.
@@ -95,8 +98,11 @@ def expert_ffn(
     ids, weights = expert_ids.reshape(pairs), expert_weights.reshape(pairs).astype(jnp.float32)
     scan = pairs <= SCAN_PAIRS
     first, second = (SCAN_TILES, SCAN_TILES_DOWN) if scan else (SORTED_TILES, SORTED_TILES_DOWN)
-    inner = grouped_product(x, gate_up, ids, choices, first, gate=gate, factor=factor, interpret=interpret)
-    out = grouped_product(inner, down, ids, 1, second, scale=weights, interpret=interpret)
+    up_bias, down_bias = biases or (None, None)
+    inner = grouped_product(
+        x, gate_up, ids, choices, first, gate=gate, bias=up_bias, factor=factor, interpret=interpret
+    )
+    out = grouped_product(inner, down, ids, 1, second, bias=down_bias, scale=weights, interpret=interpret)
     total = out.reshape(tokens, choices, -1).sum(axis=1, dtype=jnp.float32)
     return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
 
@@ -109,11 +115,12 @@ def grouped_product(
     tiles: GroupedTiles,
     *,
     gate: Gate | None = None,
+    bias: jax.Array | None = None,
     scale: jax.Array | None = None,
     factor: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`out[p] = f(factor[r] * x[r] @ weight[ids[p]])` with `r = p // pairs_per_row`, for every pair.
+    """`out[p] = f(factor[r] * x[r] @ weight[ids[p]] + bias[ids[p]])` with `r = p // pairs_per_row`, for every pair.
 
     Args:
         x: `[P / pairs_per_row, K]`.
@@ -121,7 +128,8 @@ def grouped_product(
         ids: int32 `[P]`, expert of each pair.
         pairs_per_row: consecutive pairs that share a row of x.
         tiles: how the work is cut; more than 16 rows sort the pairs first.
-        gate: the result is `activation(gate) * up`.
+        gate: joins both halves of the result.
+        bias: `[E, N]`; None for none.
         scale: float32 `[P]` factor of each result.
         factor: float32 `[P / pairs_per_row]` of each row of x, before the activation.
         interpret: run the kernel body in Pallas' interpreter.
@@ -142,7 +150,7 @@ def grouped_product(
         interpret=interpret,
     )
     lists = ids if spec.scan else sort_pairs(ids, experts, tiles.rows)
-    return _call(spec, _Operands(x, weight, lists, scale, factor))
+    return _call(spec, _Operands(x, weight, lists, bias, scale, factor))
 
 
 def sort_pairs(ids: jax.Array, experts: int, tile_rows: int) -> SortedPairs:
@@ -166,6 +174,7 @@ class _Operands(NamedTuple):
     x: Any
     weight: Any
     lists: Any  # the pairs' experts, or SortedPairs
+    bias: Any
     scale: Any
     factor: Any
 
@@ -247,7 +256,7 @@ def _sorted_kernel(operands: _Operands, out_ref, spec: _Spec) -> None:
 
 def _product(operands: _Operands, out_ref, expert, pair, live, block, spec: _Spec) -> None:
     """One row tile times one column block of an expert's weight, to the rows `pair` of the result."""
-    x_ref, weight_ref, _, scale_ref, factor_ref = operands
+    x_ref, weight_ref, _, bias_ref, scale_ref, factor_ref = operands
     tiles = spec.tiles
     column = block * tiles.block_columns + jnp.arange(tiles.block_columns, dtype=jnp.int32)
     row = pair // spec.pairs_per_row
@@ -273,7 +282,12 @@ def _product(operands: _Operands, out_ref, expert, pair, live, block, spec: _Spe
     if factor_ref is not None:
         factor = plgpu.load(factor_ref.at[row], mask=live, other=0.0)[:, None]
         sums = tuple(total * factor for total in sums)
-    out = sums[0] if spec.gate is None else activate(spec.gate, sums[0]) * sums[1]
+    if bias_ref is not None:
+        inside = column < spec.columns
+        starts = [part * spec.columns for part in range(parts)]
+        loaded = [plgpu.load(bias_ref.at[expert, start + column], mask=inside, other=0) for start in starts]
+        sums = tuple(total + bias.astype(jnp.float32)[None, :] for total, bias in zip(sums, loaded, strict=True))
+    out = sums[0] if spec.gate is None else spec.gate(sums[0], sums[1])
     if scale_ref is not None:
         out = out * plgpu.load(scale_ref.at[pair], mask=live, other=0.0)[:, None]
     place = jnp.where(live, pair, NOWHERE)
@@ -288,7 +302,8 @@ def expert_ffn_ref(
     gate_up: jax.Array,
     down: jax.Array,
     *,
-    gate: Gate = "silu",
+    gate: Gate = SILU,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     factor: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
@@ -298,13 +313,14 @@ def expert_ffn_ref(
     share = jnp.sum(jnp.where(expert_ids[None] == experts[:, None, None], expert_weights[None], 0.0), axis=2)
 
     def add_expert(total: jax.Array, values: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        first, second, weight = values
+        first, second, weight, *bias = values
         joined = jnp.dot(x, first, precision=exact, preferred_element_type=jnp.float32)
         joined = joined if factor is None else joined * factor[:, None]
-        left, right = jnp.split(joined, 2, axis=-1)
-        inner = (activate(gate, left) * right).astype(x.dtype)
+        joined = joined if biases is None else joined + bias[0].astype(jnp.float32)[None, :]
+        inner = gate(*jnp.split(joined, 2, axis=-1)).astype(x.dtype)
         out = jnp.dot(inner, second, precision=exact, preferred_element_type=jnp.float32)
+        out = out if biases is None else out + bias[1].astype(jnp.float32)[None, :]
         return total + weight[:, None] * out, None
 
-    total, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), (gate_up, down, share))
+    total, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), (gate_up, down, share, *(biases or ())))
     return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)

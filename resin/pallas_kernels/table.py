@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
+from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
 from resin.pallas_kernels.fresh_prefill import fresh_prefill_attention
 from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
@@ -67,6 +68,7 @@ class Kernels:
     project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     route_tokens: Callable[..., tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]]
     expert_ffn: Callable[..., jax.Array]
+    packed_expert_ffn: Callable[..., jax.Array]
     sample_tokens: Callable[..., jax.Array]
     shift_state: Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -94,6 +96,7 @@ def pick_kernels(
             project_heads_ref,
             route_tokens_ref,
             expert_ffn_ref,
+            packed_expert_ffn_ref,
             sample_tokens_ref,
             shift_state_ref,
         )
@@ -109,6 +112,7 @@ def pick_kernels(
         functools.partial(project_heads, interpret=interpret),
         functools.partial(route_tokens, interpret=interpret),
         functools.partial(expert_ffn, interpret=interpret),
+        functools.partial(packed_expert_ffn, interpret=interpret),
         functools.partial(sample_tokens, interpret=interpret),
         functools.partial(shift_state, interpret=interpret),
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from resin.models.declare import Placement
 from resin.models.families import find_model_class
 from resin.models.lfm2 import Lfm2Config
+from resin.models.summary import count_parameters
 from resin.models.weights import AbstractModel
 from resin.plan import StateGroup, WindowGroup
 from resin.plan.cache import entry_bytes
@@ -122,9 +122,7 @@ def parts(name: str) -> tuple[AbstractModel, tuple[Any, ...]]:
 
 def parameters(model: AbstractModel) -> int:
     """Numbers in the model, packed ones counted as what they decode to."""
-    packed = [item for item in model.declarations if item.dtype == "uint8"]
-    plain = sum(int(np.prod(item.shape)) for item in model.declarations if item.dtype != "uint8")
-    return plain + sum(2 * int(np.prod(item.shape)) for item in packed if item.sources[0].endswith("_blocks"))
+    return sum(count_parameters(item) for item in model.declarations)
 
 
 @pytest.mark.parametrize(

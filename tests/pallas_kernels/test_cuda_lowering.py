@@ -1,6 +1,7 @@
 """Every kernel lowers for CUDA without a GPU, and what comes out compiles for Hopper and Blackwell within its means."""
 
 import importlib.util
+import re
 from functools import partial
 
 import jax
@@ -9,7 +10,10 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.experts import expert_ffn
+from resin.pallas_kernels.experts_packed import packed_expert_ffn
+from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.mxfp4 import PackedMatrices, packed_shapes
 from resin.pallas_kernels.paged_decode import paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.project_heads import project_heads
@@ -20,6 +24,7 @@ from resin.pallas_kernels.shift_state import shift_state
 from tests.pallas_kernels.cuda_lowering import compile_for_gpu, lower_for_cuda
 
 BF16, INT, FLOAT = jnp.bfloat16, jnp.int32, jnp.float32
+TYPES = INT, INT, FLOAT  # of packed matrices
 Array = jax.ShapeDtypeStruct
 
 SHARED_BYTES = 232_448  # what one block may have on sm_90 and sm_100
@@ -104,6 +109,24 @@ def experts_call(tokens: int, around: bool = False):
     return expert_ffn, (Array((tokens, 2048), BF16), ids, weights, *matrices)
 
 
+def packed_call(tokens: int, experts: int = 32, hidden: int = 2880, width: int = 2880):
+    """gpt-oss: biases, a clamped gate, a factor before and a residual after."""
+    call = partial(packed_expert_ffn, gate=Gate(alpha=1.702, limit=7.0, up_bias=1.0))
+
+    def function(x, ids, weights, gate_up, down, up_bias, down_bias, factor):
+        return call(x, ids, weights, gate_up, down, biases=(up_bias, down_bias), factor=factor, residual=x)
+
+    gate_up, down = (
+        PackedMatrices(
+            *(Array(shape, dtype) for shape, dtype in zip(packed_shapes(experts, *size), TYPES, strict=True))
+        )
+        for size in ((2 * width, hidden), (hidden, width))
+    )
+    ids, weights = Array((tokens, 4), INT), Array((tokens, 4), FLOAT)
+    biases = Array((experts, 2 * width), BF16), Array((experts, hidden), BF16)
+    return function, (Array((tokens, hidden), BF16), ids, weights, gate_up, down, *biases, Array((tokens,), FLOAT))
+
+
 def sampling_call(rows: int, vocab: int):
     floats, ints = Array((rows,), FLOAT), Array((rows,), INT)
     return sample_tokens, (Array((rows, vocab), FLOAT), Draw(floats, ints, floats, floats, ints, ints, ints))
@@ -155,6 +178,11 @@ CALLS = {
     "experts 1 token": partial(experts_call, 1),
     "experts 64 tokens": partial(experts_call, 64),
     "experts 4096 tokens": partial(experts_call, 4096),
+    "packed experts 1 token": partial(packed_call, 1),
+    "packed experts 5 tokens of 128 experts": partial(packed_call, 5, 128),
+    "packed experts 32 tokens": partial(packed_call, 32),
+    "packed experts 20 tokens of odd width": partial(packed_call, 20, 6, 96, 96),
+    "packed experts 1024 tokens": partial(packed_call, 1024),
     "sampling": partial(sampling_call, 64, 200_000),
     "state 1 row": partial(state_call, 1, 1, 2048, 2),
     "state 256 rows": partial(state_call, 256, 256, 1024, 2, jnp.uint16),
@@ -190,3 +218,11 @@ def test_compiles_within_its_means(name, arch):
         compiled = compile_for_gpu(module, arch)
         assert compiled.shared_bytes <= SHARED_BYTES
         assert compiled.spilled_bytes <= (0 if name.startswith(("route", "experts")) else SPILLED_BYTES)
+        for encoding in fragment_encodings(compiled.asm["ttgir"]):
+            assert "sizePerThread = [4], threadsPerWarp = [32]" in encoding
+
+
+def fragment_encodings(ttgir: str) -> list[str]:
+    """Layouts of what inline assembly takes four elements of: they have to be what a lane of `mma.sync` holds."""
+    used = re.findall(r"packed_element = 4.*-> tensor<\w+, (#\w+)>", ttgir)
+    return [re.search(rf"^{layout} = (.*)$", ttgir, re.MULTILINE)[1] for layout in sorted(set(used))]

@@ -9,6 +9,9 @@ import pytest
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
+from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
+from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.mxfp4 import PackedMatrices, pack_factors, pack_words, scale_shift
 from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
@@ -227,6 +230,48 @@ def test_experts(tokens, experts, choices, around):
         call = {"factor": factor, "residual": jax.random.normal(keys[5], x.shape, jnp.bfloat16)}
     poison_memory()
     out, expected = (jax.jit(functools.partial(each, **call))(*columns) for each in (expert_ffn, expert_ffn_ref))
+    assert relative_error(out, np.asarray(expected, np.float64)) < 2 * BF16_ERROR
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "width"),
+    [
+        (1, 32, 2880, 2880),
+        (3, 8, 512, 96),
+        (8, 32, 2880, 2880),
+        (33, 16, 320, 512),
+        (128, 32, 2880, 2880),
+        (300, 5, 96, 416),
+    ],
+)
+def test_packed_experts(tokens, experts, hidden, width):
+    """Every code, and scales on both sides of what a factor holds without a shift."""
+    rng = np.random.default_rng(fresh_seed())
+    matrices = []
+    for rows, inner in ((2 * width, hidden), (hidden, width)):
+        blocks = rng.integers(0, 256, (experts, rows, inner // 32, 16)).astype(np.uint8)
+        centre = int(127 - np.log2(2.93 * inner**0.5)) + (0 if rows == hidden else 12)
+        scales = rng.integers(centre - 2, centre + 2, (experts, rows, inner // 32)).astype(np.uint8)
+        matrices.append(
+            PackedMatrices(
+                jnp.stack([pack_words(each) for each in blocks]),
+                jnp.stack([pack_factors(each) for each in scales]),
+                jnp.array([2.0 ** scale_shift(each) for each in scales], jnp.float32),
+            )
+        )
+    keys = jax.random.split(jax.random.key(fresh_seed()), 6)
+    weights, ids = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[0], (tokens, experts))), 4)
+    x = jax.random.normal(keys[1], (tokens, hidden), jnp.bfloat16) * 2.0**-12
+    shapes = (experts, 2 * width), (experts, hidden)
+    biases = tuple(jax.random.normal(*each, jnp.bfloat16) for each in zip(keys[2:4], shapes, strict=True))
+    factor = jax.random.uniform(keys[4], (tokens,), jnp.float32, 0.5, 2.0)
+    call = {"biases": biases, "factor": factor, "gate": Gate(alpha=1.702, limit=7.0, up_bias=1.0)}
+    call["residual"] = jax.random.normal(keys[5], x.shape, jnp.bfloat16)
+    poison_memory()
+    columns = (x, ids.astype(jnp.int32), weights, *matrices)
+    out, expected = (
+        jax.jit(functools.partial(each, **call))(*columns) for each in (packed_expert_ffn, packed_expert_ffn_ref)
+    )
     assert relative_error(out, np.asarray(expected, np.float64)) < 2 * BF16_ERROR
 
 

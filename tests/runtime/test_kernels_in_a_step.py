@@ -78,11 +78,18 @@ def primitives(jaxpr: Any) -> Iterator[str]:
             yield from primitives(inner)
 
 
+PRODUCTS = ("grouped_product",) * 2
+PACKED = ("sort_rows", "experts_mxfp4", "experts_mxfp4")
+
+
 @pytest.mark.parametrize(
-    ("family", "layers", "products"), [("qwen3_moe", 2, 2), ("lfm2_moe", LFM2_MOE_LAYERS, 2), ("gpt_oss", 4, 0)]
+    ("family", "layers", "products"),
+    [("qwen3_moe", 2, PRODUCTS), ("lfm2_moe", LFM2_MOE_LAYERS, PRODUCTS), ("gpt_oss", 4, PACKED)],
 )
-def test_a_decode_layer_of_experts_is_a_router_and_two_products(family: str, layers: int, products: int) -> None:
-    """The sum over the choices and the residual are XLA's; nothing sorts. gpt-oss has the router alone."""
+def test_a_decode_layer_of_experts_is_a_router_and_two_products(
+    family: str, layers: int, products: tuple[str, ...]
+) -> None:
+    """The sum over the choices and the residual are XLA's, which sorts nothing; packed experts have rows by expert."""
     config = TINY_CONFIGS[family]
     model_class = find_model_class(config)
     options = tiny_options(dtype="bfloat16", cache_dtype="bfloat16")
@@ -96,6 +103,7 @@ def test_a_decode_layer_of_experts_is_a_router_and_two_products(family: str, lay
 
         arena = ArenaSpec(8, spec.config.geometry.page_bytes, spec.config.arena_dtype)
         names = list(primitives(jax.make_jaxpr(step)(*spec.arguments(bucket, arena)).jaxpr))
-        kernels = [name for name in names if name in ("route_tokens", "grouped_product")]
-        assert kernels == ["route_tokens", *["grouped_product"] * products] * layers
-        assert "top_k" not in names and ("sort" not in names or not products)
+        kernels = [name for name in names if name in ("route_tokens", *PRODUCTS, *PACKED)]
+        expected = [name for name in products if name != "sort_rows" or bucket.sequences > 1]
+        assert kernels == ["route_tokens", *expected] * layers
+        assert "top_k" not in names and "sort" not in names

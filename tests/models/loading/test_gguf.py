@@ -189,7 +189,7 @@ def test_gpt_oss_is_loaded_packed_where_every_expert_is(tmp_path: Path, left_out
     assert config.packed == (left_out is None)
     model = AbstractModel.of(GptOss(config, Placement()))
     check_tensors(model, checkpoint)
-    assert any(item.dtype == "uint8" for item in model.declarations) == config.packed
+    assert any(item.dtype == "int32" for item in model.declarations) == config.packed
 
 
 def test_parallel_reads_agree(tmp_path: Path) -> None:
