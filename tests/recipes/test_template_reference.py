@@ -130,7 +130,7 @@ FAMILIES: dict[str, Published] = {
         "mistral",
         "style:mistral-v3",
     ),
-    "tekken": Published(TEKKEN, "mistral", "jinja", "", "style:mistral-tekken"),
+    "tekken": Published(TEKKEN, "mistral", "jinja", "mistral", "style:mistral-tekken"),
     "tekken named": Published(TEKKEN, "mistral", "jinja", "mistral", "style:mistral-named"),
     "llama 2": Published(mistral("tokenizer.model.v1", legacy=True), "llama", "jinja", "", "style:llama2"),
     "llama 2 newer": Published(mistral("tokenizer.model.v1", legacy=False), "llama", "jinja", "", "style:llama2"),
