@@ -60,7 +60,7 @@ def measure_ceilings() -> Ceilings:
     probe = CeilingProbe("bfloat16")
     for _ in range(5):
         probe.measure()
-    return probe.median()
+    return probe.settled()
 
 
 def run_case(

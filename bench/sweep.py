@@ -163,7 +163,7 @@ def run_cases(
     residents = [ResidentCase(plan) for plan in plans]
     probe = CeilingProbe(setup.spec.dtype)
     time_rounds(runner, residents, probe, rounds=args.rounds, burst_target_s=args.burst_s)
-    ceilings, about = probe.median(), describe_run(args.commit)
+    ceilings, about = probe.settled(), describe_run(args.commit)
     print_header(ceilings)
     rows = []
     for case, resident, error in zip(cases, residents, checks, strict=True):
