@@ -24,7 +24,7 @@ from serve.schemas.body import decode_body
 from serve.schemas.chat import to_messages
 from serve.schemas.offline import OfflineRequest
 from serve.schemas.sampling import NAMES, build_params
-from serve.structured import GrammarCompiler, write_grammar
+from serve.structured import GrammarCompiler, is_bound, write_grammar
 
 _FINISH_REASONS = {Ending.STOP_STRING: "stop"}
 
@@ -194,7 +194,7 @@ class OfflineRun:
         self._running[request.id] = _Running(body.id, request, generation)
 
     def _mask(self, recipe: Recipe, goal: Goal | None, param: str, prompt_ids: Sequence[int]) -> TokenMask | None:
-        if goal is None:
+        if goal is None or not is_bound(recipe, goal):
             return None
         grammar = write_grammar(recipe, goal, prompt_ids, param)
         if self._compiler is None:

@@ -18,6 +18,7 @@ from serve.generation import Generation
 from serve.schemas.chat import AnswerFields, ToolChoice
 from serve.schemas.sampling import SamplingFields, build_params, seed_of_choice
 from serve.service import Plan, Service, length_of, service_of
+from serve.structured import is_bound
 from serve.text_rows import TextRows
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class ToolUse:
         only: the name of the one tool that has to be called.
         is_parallel: several calls in one answer are fine.
         strict: names of the tools whose arguments must fit their schemas even where calling is free.
+        is_forbidden: there are tools, none of which may be called.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -43,6 +45,7 @@ class ToolUse:
     only: str | None = None
     is_parallel: bool = True
     strict: frozenset[str] = frozenset()
+    is_forbidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def _plan_choices(service: Service, ask: Ask) -> list[Plan]:
     limit = service.output_tokens(asked, len(prompt_ids), ask.names["max_output_tokens"])
     count = service.choices(ask.sampling.n)
     goal, param = goal_of(ask.use, ask.schema, ask.schema_param)
-    masks = service.masks(goal, prompt_ids, count, param)
+    masks = service.masks(goal if is_bound(recipe, goal) else None, prompt_ids, count, param)
     params = build_params(
         ask.sampling,
         defaults=service.sampling,
@@ -160,6 +163,7 @@ def tool_use_of(body: AnswerFields) -> ToolUse:
         only=body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None,
         is_parallel=body.parallel_tool_calls is not False,
         strict=frozenset(tool.function.name for tool in body.tools or [] if tool.function.strict),
+        is_forbidden=bool(body.tools) and body.tool_choice == "none",
     )
 
 
@@ -185,7 +189,7 @@ def goal_of(
         return Goal(schema=schema, tools=offered, is_parallel=use.is_parallel), schema_param
     if use.tools and (use.strict or not use.is_parallel):
         return Goal(tools=offered, is_parallel=use.is_parallel, allows_text=True), "tools"
-    return None, ""
+    return (Goal(allows_text=True) if use.is_forbidden else None), "tool_choice"
 
 
 def reasoning_options(effort: str | None, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -145,6 +145,11 @@ def _token_bytes(tokenizer: Tokenizer, token_id: int, controls: frozenset[int]) 
     return b"\xff" + data if token_id in controls else data
 
 
+def is_bound(recipe: Recipe | None, goal: Goal | None) -> bool:
+    """True if a goal needs a grammar. Text alone is also what a format without grammars is asked for."""
+    return goal is not None and (isinstance(recipe, GrammarRecipe) or goal.schema is not None or bool(goal.tools))
+
+
 def write_grammar(recipe: Recipe | None, goal: Goal, prompt_ids: Sequence[int], param: str) -> str:
     """The grammar of a response that reaches the goal.
 

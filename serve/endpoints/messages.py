@@ -85,6 +85,7 @@ def _ask_of(body: CountRequest, sampled: MessagesRequest | None = None) -> Ask:
             only=choice.name if choice is not None and choice.type == "tool" else None,
             is_parallel=not (choice is not None and choice.disable_parallel_tool_use),
             strict=frozenset(tool.name for tool in body.tools or [] if tool.strict),
+            is_forbidden=bool(body.tools) and choice is not None and choice.type == "none",
         ),
         schema=output.format.schema if output.format else None,
         schema_param="output_config.format.schema",

@@ -88,6 +88,7 @@ def _ask_of(body: ResponsesRequest, conversation: list[Message]) -> Ask:
             only=body.tool_choice.name if isinstance(body.tool_choice, FunctionChoice) else None,
             is_parallel=body.parallel_tool_calls is not False,
             strict=frozenset(tool.name or "" for tool in body.tools or [] if tool.strict),
+            is_forbidden=bool(body.tools) and body.tool_choice == "none",
         ),
         schema=schema_of(body),
         schema_param="text.format.schema",

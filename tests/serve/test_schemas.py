@@ -15,7 +15,7 @@ from resin.recipes.calls import MAX_NESTING
 from resin.recipes.grammar import _FORMATS, json_rule
 from serve import HttpServer
 from serve.errors import ApiError
-from serve.structured import GrammarCompiler
+from serve.structured import GrammarCompiler, is_bound
 from tests.serve.running import running_server
 from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
 from tests.serve.test_fields import post
@@ -207,6 +207,11 @@ def test_an_unsupported_schema_is_named_before_anything_runs() -> None:
     assert caught.value.message == "here: this schema is not supported: no text fits it"
 
 
+def test_a_format_without_grammars_may_still_be_asked_for_text() -> None:
+    assert not is_bound(None, Goal(allows_text=True)) and not is_bound(CHATML, None)
+    assert is_bound(CHATML, Goal(allows_text=True)) and is_bound(None, Goal(tools=(Tool("f"),)))
+
+
 def test_strictness_is_each_tools_own() -> None:
     from serve.planning import ToolUse, goal_of
 
@@ -233,3 +238,25 @@ async def test_one_strict_tool_leaves_the_others_free(server: HttpServer) -> Non
         arguments = json.loads(call["function"]["arguments"])
         assert (arguments == {"city": "Bonn"}) == is_free
         assert is_free or fits(arguments)
+
+
+@pytest.mark.parametrize("recipe", ["qwen3", "lfm2", "gpt_oss", "llama3"])
+async def test_tools_that_may_not_be_called_are_not(recipe: str) -> None:
+    runner = ScriptedRunner()
+    for opening in ("<tool_call>", "<|tool_call_start|>", "<|python_tag|>"):
+        call = json.dumps({"name": "f", "arguments": {}})
+        runner.answer(f"[{opening[1:-1]}]", f"Hm. {opening}{call}")
+    runner.answer("[harmony]", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>")
+    tool: dict[str, Any] = {"name": "f", "parameters": {}}
+    with running_server(runner, recipe=recipe) as server:
+        for key in ("tool_call", "|tool_call_start|", "|python_tag|", "harmony"):
+            ask = [{"role": "user", "content": f"[{key}]"}]
+            chat = {"messages": ask, "tools": [{"type": "function", "function": tool}], "tool_choice": "none"}
+            _, answer = await post(server, "/v1/chat/completions", chat | {"max_tokens": 90})
+            assert "tool_calls" not in answer["choices"][0]["message"], answer
+            body = {"input": f"[{key}]", "tools": [{"type": "function", **tool}], "tool_choice": "none"}
+            _, answer = await post(server, "/v1/responses", body | {"max_output_tokens": 90})
+            assert "function_call" not in [item["type"] for item in answer["output"]]
+            claude = {"messages": ask, "tools": [{"name": "f"}], "tool_choice": {"type": "none"}, "max_tokens": 90}
+            _, answer = await post(server, "/v1/messages", claude)
+            assert "tool_use" not in [block["type"] for block in answer["content"]]
