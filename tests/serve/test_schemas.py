@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from resin.plan import InvalidRequest
 from resin.recipes import Goal, Message, Role, Text, Tool, get_native_recipe
@@ -15,7 +17,7 @@ from resin.recipes.calls import MAX_NESTING
 from resin.recipes.grammar import _FORMATS, json_rule
 from serve import HttpServer
 from serve.errors import ApiError
-from serve.structured import GrammarCompiler, is_bound
+from serve.structured import GrammarCompiler, is_bound, write_grammar
 from tests.serve.running import running_server
 from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
 from tests.serve.test_fields import post
@@ -32,7 +34,7 @@ def optional(count: int) -> dict[str, Any]:
 
 def said(schema: dict[str, Any], text: str) -> str:
     """As much of the text as the schema's grammar allows."""
-    (mask,) = COMPILER.compile(CHATML.write_grammar(Goal(schema=schema), []), 1, "schema")  # type: ignore[attr-defined]
+    (mask,) = COMPILER.compile(write_grammar(CHATML, Goal(schema=schema), [], "schema"), 1, "schema")
     ids: list[int] = []
     for token in TOKENIZER.encode(text):
         if not np.unpackbits(mask(ids).view(np.uint8), bitorder="little")[token]:
@@ -118,6 +120,47 @@ CANNOT_START: dict[str, dict[str, Any]] = {
     "reference": {"$ref": "#/$defs/none"},
     "of the wrong kind": {"properties": 5},
 }
+
+
+NUMBERS = st.sampled_from([sign * 2**bits for bits in (53, 63, 64) for sign in (1, -1)])
+NUMBERS |= st.integers(-(2**64), 2**64) | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-3, 3)
+DATA = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+TYPES = st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object", "fish"])
+KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
+    "type": TYPES | st.lists(TYPES, max_size=2),
+    "pattern": st.sampled_from(["^a+$", "(", "(a|b)*", "(?=x)", "a{1,99}"]),
+    "format": st.sampled_from(["date", "phone", "uuid"]) | DATA,
+    **dict.fromkeys(("enum", "required"), st.lists(DATA, max_size=2)),
+    **dict.fromkeys(("const", "default", "x-guidance", "not", "uniqueItems"), DATA),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), NUMBERS),
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength", "minProperties"), NUMBERS),
+    "$ref": st.sampled_from(["#", "#/$defs/a", "#/none", "http://x/y"]),
+}
+
+
+def schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    several = st.lists(inner, max_size=2)
+    named = st.dictionaries(st.sampled_from(["a", "b", "format", 'q"']), inner, max_size=2)
+    nesting = dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several)
+    nesting |= dict.fromkeys(("properties", "patternProperties", "$defs"), named)
+    nesting |= dict.fromkeys(("items", "additionalProperties"), inner)
+    return st.fixed_dictionaries({}, optional=KEYWORDS | nesting)
+
+
+@settings(max_examples=25)
+@given(schema=st.recursive(st.fixed_dictionaries({}, optional=KEYWORDS) | st.booleans(), schemas, max_leaves=6))
+def test_any_schema_is_followed_or_refused(schema: Any) -> None:
+    """Whatever it says, the process lives and the fault is the schema's."""
+    try:
+        said({"type": "array", "items": schema}, '[{"a": [0, "x"')
+    except ApiError as error:
+        assert error.status == 400 and error.message.startswith("schema: this schema is not supported: ")
+    except InvalidRequest as error:
+        assert "expected one that can be followed" in str(error)
 
 
 @pytest.mark.parametrize("name", CANNOT_START)
