@@ -3,11 +3,14 @@
 #   VENV    folder of the environment
 #   MODEL   model of `make chat` and `make serve`: a registered name, a path or a hub id
 #   HOST, PORT  address of `make serve`
+#   TESTS, WORKERS  what `make test` runs (default: all) and in how many processes
 
 VENV ?= .venv
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
 PORT ?= 8000
+TESTS ?=
+WORKERS ?= 2
 
 ifndef PYTHON
 IS_NEW_ENOUGH := import sys; sys.version_info >= (3, 11) or sys.exit(1); print(sys.executable)
@@ -32,8 +35,8 @@ chat: install ## talk to the model in the terminal
 serve: install ## OpenAI-compatible HTTP server
 	$(RUN)resin serve $(MODEL) --host $(HOST) --port $(PORT)
 
-test: install-dev ## the default tests
-	$(RUN)python -m pytest -q
+test: install-dev ## the default tests, or those of TESTS, by WORKERS processes
+	$(RUN)python -m pytest -q -n $(WORKERS) $(TESTS)
 
 check: format lint types test ## what a change must pass
 
