@@ -28,7 +28,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             row = {}
         missing = [name for name in REQUIRED if name not in row] if isinstance(row, dict) else REQUIRED
         if missing:
-            raise InvalidRequest("results", f"{path}:{number}", f"a result row with {', '.join(missing)}")
+            raise InvalidRequest("results", f"{path.name}:{number}", f"a result row with {', '.join(missing)}")
         rows.append(row)
     return rows
 

@@ -107,6 +107,8 @@ class Service:
             return
         with contextlib.suppress(ApiError):
             self.render([Message(Role.USER, [Text("?")])], [], {})
+        if not self.recipe.stop_token_ids:
+            return
         self._compiler = GrammarCompiler(self._tokenizer, self.engine.config.vocab_size, self.recipe.stop_token_ids)
         for goal in (Goal(schema={"type": "object"}), Goal(tools=(Tool("f"),), allows_text=True)):
             with contextlib.suppress(ApiError):
@@ -154,7 +156,8 @@ class Service:
             grammar = write_grammar(self.recipe, goal, prompt_ids, param)
         except InvalidRequest as error:
             raise from_invalid_request(error) from error
-        assert self._compiler is not None  # there is a recipe
+        if self._compiler is None:
+            raise invalid(param, "no token ends this model's answers, so that none can be held to a grammar")
         return self._compiler.compile(grammar, count, param)
 
     def choices(self, count: int | None) -> int:

@@ -126,4 +126,5 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "prefill" in capsys.readouterr().out
     assert main([str(path), "--runner", "tests.fakes:PagedFake", "--only", "4"]) == 0
     assert "steps agree" in capsys.readouterr().out
-    assert main([str(tmp_path / "missing")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "missing")])

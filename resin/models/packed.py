@@ -20,7 +20,9 @@ from resin.pallas_kernels.mxfp4 import (
     pack_words,
     packed_shapes,
     scale_shift,
+    unpack_factors,
     unpack_matrices,
+    unpack_words,
 )
 from resin.plan import InvalidRequest
 
@@ -47,6 +49,13 @@ class PackedRows:
         pairs = tensor.reshape(-1, 8, 2, *tensor.shape[1:])
         return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
+    def restore(self, tensor: np.ndarray) -> np.ndarray:
+        """The inverse of `arrange`."""
+        if not self.interleaved:
+            return tensor
+        pairs = tensor.reshape(-1, 2, 8, *tensor.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
     def groups(self) -> int:
         """Scales a row."""
         return self.inner // GROUP_VALUES
@@ -65,6 +74,11 @@ class Words:
         for expert, blocks in enumerate(tensors[0]):
             out[expert] = pack_words(self.rows.arrange(blocks))
 
+    def take_apart(self, values: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `fill`."""
+        groups = self.rows.groups()
+        return [np.stack([self.rows.restore(unpack_words(words, groups)) for words in values])]
+
 
 @dataclass(frozen=True, slots=True)
 class Factors:
@@ -78,6 +92,11 @@ class Factors:
     def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
         for expert, scales in enumerate(tensors[0]):
             out[expert] = pack_factors(self.rows.arrange(scales))
+
+    def take_apart(self, values: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `fill` for matrices of unit 1."""
+        groups = self.rows.groups()
+        return [np.stack([self.rows.restore(unpack_factors(factors, groups)) for factors in values])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 from resin.models.declare import Declaration
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
 from resin.models.loading.safetensors_writer import stream_safetensors
+from resin.models.packed import Units
 from resin.models.tying import HEAD, TABLE, tied_spellings
 from resin.models.weights import AbstractModel
 
@@ -45,13 +46,16 @@ def save_checkpoint(
     for declaration, array in zip(model.declarations, weights, strict=True):
         if array.shape != declaration.shape:
             raise ValueError(f"weights: {declaration.sources} has shape {array.shape}, expected {declaration.shape}")
+    for declaration, array in zip(model.declarations, weights, strict=True):
+        if isinstance(declaration.assembly, Units) and not (np.asarray(array) == 1).all():
+            raise CheckpointError("weights", "have scales that were shifted to fit", declaration.sources[0])
     owners: dict[str, int] = {}
     infos: dict[str, TensorInfo] = {}
     for index, declaration in enumerate(model.declarations):
         shapes = declaration.assembly.source_shapes(declaration.shape)
         for name, shape in zip(declaration.sources, shapes, strict=True):
             owners.setdefault(name, index)
-            infos.setdefault(name, TensorInfo(shape, weights[index].dtype.name))
+            infos.setdefault(name, TensorInfo(shape, declaration.stored_dtype or weights[index].dtype.name))
     held: dict[int, dict[str, np.ndarray]] = {}
 
     def read(name: str) -> np.ndarray:
@@ -85,13 +89,16 @@ def _settings(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dic
 def take_apart(declaration: Declaration, values: np.ndarray) -> dict[str, np.ndarray]:
     """The checkpoint tensors of which the declaration's assembly makes these values.
 
-    An assembly moves numbers and leaves them as they are. So it is asked where each comes from, by having it fill an
+    An assembly moves numbers and leaves them as they are, unless it knows how to `take_apart` what it fills. So it is
+    asked where each comes from, by having it fill an
     array of places from tensors of places, and asked again whether the result gives the values.
 
     Raises:
         CheckpointError: it does more than that, or copies of a number have come to differ.
     """
     shapes = declaration.assembly.source_shapes(declaration.shape)
+    if (inverse := getattr(declaration.assembly, "take_apart", None)) is not None:
+        return dict(zip(declaration.sources, inverse(values), strict=True))
     ends = np.cumsum([0, *(prod(shape) for shape in shapes)])
     dtype = np.int32 if ends[-1] < 2**31 else np.int64
     places = np.empty(declaration.shape, dtype)

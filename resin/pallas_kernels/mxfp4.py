@@ -78,6 +78,20 @@ def pack_words(blocks: np.ndarray) -> np.ndarray:
     return words.transpose(0, 2, 1, 3).reshape(rows // TILE_ROWS, -1, TILE_WORDS)
 
 
+def unpack_words(words: np.ndarray, groups: int) -> np.ndarray:
+    """The inverse of `pack_words`: uint8 `[rows, groups, 16]`, groups of 32 columns."""
+    tiles = (
+        words.reshape(len(words), -1, 8, BLOCK_BYTES).transpose(0, 2, 1, 3).view(np.uint32)
+    )  # tile, g, group, (j, s)
+    parts = np.zeros((len(words), 2, 8, tiles.shape[2], 2, BLOCK_BYTES), np.uint8)
+    for register, places in enumerate(_PLACES):
+        for second in range(2):
+            for bit, place in zip((3, 2, 1, 0), places, strict=True):
+                held = (tiles >> (place + 16 * second) & 1).astype(np.uint8)
+                parts[:, register % 2, :, :, register // 2] |= held << (bit + 4 * second)
+    return parts.reshape(len(words) * TILE_ROWS, -1, BLOCK_BYTES)[:, :groups]
+
+
 def scale_shift(scales: np.ndarray) -> int:
     """The exponent that a matrix of these uint8 scales (biased by 127) is shifted down by."""
     return max(int(scales.max(initial=0)) - _MAX_SCALE, 0)
@@ -92,6 +106,15 @@ def pack_factors(scales: np.ndarray) -> np.ndarray:
     parts = padded.reshape(rows // TILE_ROWS, 2, 8, -1, QUAD, 2)  # tile, row half, g, quad, group, h
     bytes_ = np.ascontiguousarray(parts.transpose(0, 3, 2, 4, 5, 1))
     return bytes_.reshape(-1).view(np.dtype("<i4")).reshape(rows // TILE_ROWS, -1, QUAD_FACTORS)
+
+
+def unpack_factors(factors: np.ndarray, groups: int) -> np.ndarray:
+    """The inverse of `pack_factors` for a matrix that was not shifted: uint8 `[rows, groups]`."""
+    parts = (
+        factors.astype("<i4").view(np.uint8).reshape(len(factors), -1, 8, QUAD, 2, 2)
+    )  # tile, quad, g, group, h, half
+    rows = parts.transpose(0, 5, 2, 1, 3, 4).reshape(len(factors) * TILE_ROWS, -1)
+    return rows[:, :groups] - np.uint8(126)
 
 
 def unpack_matrices(packed: PackedMatrices, inner: int, dtype: jnp.dtype) -> jax.Array:
