@@ -76,7 +76,7 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_queued(
 @pytest.mark.parametrize(
     "tokens",
     [[1, [2]], (token for token in [1]), None, 5, {1, 2}, b"abc", [None], [2**70], [2**40], np.ones((2, 2), np.int32)],
-    ids=str,
+    ids=lambda tokens: type(tokens).__name__,
 )
 def test_prompts_of_odd_types_are_refused(tokens: Any) -> None:
     with Engine(PagedFake(CONFIG)) as engine:
