@@ -67,7 +67,7 @@ def test_a_server_of_another_kind(trace: Path, capsys: pytest.CaptureFixture[str
         ("t.jsonl", b'{"timestamp": 0}\n'),
         ("t.jsonl", b"[1]\n"),
         ("t.jsonl.gz", b"no gzip at all"),
-        ("t.jsonl.gz", gzip.compress(TRACE.encode() * 99)[:40]),
+        ("t.jsonl.gz", gzip.compress(mtime=0, data=TRACE.encode() * 99)[:40]),
         ("t.csv", b"a,b\n1,2\n"),
         ("t.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n"),
         ("t.csv", b"\xff\xfe"),
