@@ -32,7 +32,7 @@ from resin import (
     SlotLoad,
     StateGroup,
 )
-from resin.plan import build_plan, plan_layout, smallest_bucket
+from resin.plan import NOBODY, build_plan, plan_layout, smallest_bucket
 from resin.plan.cache import FP8_DTYPE, fp8_scales
 from resin.plan.layout import SEQUENCE_FLOATS, SEQUENCE_INTS
 from resin.record import Recording, Step
@@ -50,7 +50,7 @@ class Difference:
     plan: BatchPlan
 
     def __str__(self) -> str:
-        mates = [request for request in self.plan.request_ids if request != self.request_id]
+        mates = [request for _, request in _rows(self.plan) if request != self.request_id]
         return (
             f"step {self.step}, request {self.request_id}: {self.what} was {self.recorded}, now {self.replayed}\n"
             f"  in {self.plan.bucket}, beside requests {mates or 'none'}"
@@ -102,11 +102,11 @@ def requests_read_by(recording: Recording, request_id: int) -> set[int]:
     reads: dict[int, set[int]] = {}
     writer: dict[int, int] = {}
     for plan, _ in recording.steps:
-        for row, request in enumerate(plan.request_ids):
+        for row, request in _rows(plan):
             sources = reads.setdefault(request, set())
             for group in plan.groups:
                 sources |= {writer[page] for page in _pages_read(group, plan, row) if page in writer}
-        for row, request in enumerate(plan.request_ids):
+        for row, request in _rows(plan):
             for group in plan.groups:
                 writer |= dict.fromkeys(_pages_written(group, plan, row), request)
     wanted, fresh = {request_id}, [request_id]
@@ -115,6 +115,11 @@ def requests_read_by(recording: Recording, request_id: int) -> set[int]:
         wanted |= found
         fresh += found
     return wanted
+
+
+def _rows(plan: BatchPlan) -> list[tuple[int, int]]:
+    """Row and request of every live row."""
+    return [(row, request) for row, request in enumerate(plan.request_ids) if request != NOBODY]
 
 
 def _pages_read(group: Any, plan: BatchPlan, row: int) -> list[int]:
@@ -231,7 +236,7 @@ def summary(recording: Recording) -> Iterator[str]:
     """One line for each request."""
     steps: dict[int, list[BatchPlan]] = {}
     for plan, _ in recording.steps:
-        for request in plan.request_ids:
+        for _, request in _rows(plan):
             steps.setdefault(request, []).append(plan)
     yield f"{len(recording.steps)} steps, {len(steps)} requests, arena of {recording.arena.num_pages} pages"
     for request, plans in sorted(steps.items()):

@@ -12,7 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from resin import (
     HistoryGroup,
     Phase,
     Plane,
+    Policy,
     RunnerConfig,
     SamplingParams,
     StateGroup,
@@ -45,12 +46,13 @@ class FreeRunner:
         self.config = config
         self._indptr = np.arange(config.max_sequences + 1, dtype=np.int64)
         self._tokens = np.full(config.max_sequences, 7, np.int32)
+        self.phase = Phase.PREFILL  # of the latest plan
 
     def bind(self, arena: ArenaSpec) -> None:
         """Nothing to allocate."""
 
     def forward(self, plan: BatchPlan) -> ForwardOutput:
-        count = plan.num_sequences
+        count, self.phase = plan.num_sequences, plan.phase
         if plan.phase is Phase.DECODE:
             return ForwardOutput(self._tokens[:count], self._indptr[: count + 1])
         emits = plan.emits
@@ -90,6 +92,7 @@ HYBRID = (
     WindowGroup("window", (Plane("kv", 12 * 2 * 8, 64),), 128),
     StateGroup("state", (Plane("state", 20, 2048),)),
 )
+HYBRID_NAME = "history+window+state"
 PARAMS = SamplingParams(max_output_tokens=100_000, temperature=0.8, top_p=0.95, top_k=40, stop_token_ids=(2, 3))
 
 
@@ -110,18 +113,73 @@ def distribution(seconds: Sequence[float]) -> Distribution:
     return Distribution(median, p90, p99, worst, steps=len(micros))
 
 
-def decode_case(groups: tuple[CacheGroup, ...], sequences: int, steps: int, *, prefix_cache: bool) -> Distribution:
-    """Steps of `sequences` rows around 4k tokens of context, staggered so that pages fill at different steps."""
+def decode_case(
+    groups: tuple[CacheGroup, ...],
+    sequences: int,
+    steps: int,
+    *,
+    prefix_cache: bool = False,
+    constrained: int = 0,
+    overlap: int = 1,
+) -> Distribution:
+    """Steps of `sequences` rows around 4k tokens of context, staggered so that pages fill at different steps.
+
+    Args:
+        constrained: rows with a mask, which costs nothing to make.
+    """
     config = case_config(groups, sequences, CONTEXT_TOKENS + 2 * steps + 256)
-    with Engine(FreeRunner(config), prefix_cache=prefix_cache) as engine:
+    mask = np.full(-(-config.vocab_size // 32), -1, np.int32)
+    masked = replace(PARAMS, allowed_tokens=lambda output: mask)
+    with Engine(FreeRunner(config), prefix_cache=prefix_cache, overlap=overlap) as engine:
         rng = np.random.default_rng(0)
         for row in range(sequences):
-            engine.submit(rng.integers(0, 128_000, CONTEXT_TOKENS - row % 64), sampling_params=PARAMS)
+            params = masked if sequences // 2 <= row < sequences // 2 + constrained else PARAMS
+            engine.submit(rng.integers(0, 128_000, CONTEXT_TOKENS - row % 64), sampling_params=params)
         while engine.scheduler.prefilling or len(engine.scheduler.queue):
             engine.step()
         for _ in range(50):
             engine.step()
         return distribution(_time_steps(engine, steps))
+
+
+def turnover_case(groups: tuple[CacheGroup, ...], sequences: int, steps: int) -> dict[str, Distribution]:
+    """Every decode step ends one row, and the one after the next prefill step has another in its place.
+
+    Nothing is in flight while the next plan is made, so that each step holds all of its own work.
+
+    Returns:
+        decode steps and prefill steps.
+    """
+    config = case_config(groups, sequences, CONTEXT_TOKENS + 2 * sequences)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 128_000, CONTEXT_TOKENS - row % 64) for row in range(64)]
+    runner = FreeRunner(config)
+    # All rows start to decode together, and from the second step on one after the other ends.
+    with Engine(runner, overlap=0, policy=Policy(max_prefill_streak=1 << 30)) as engine:
+
+        def submit(number: int, outputs: int) -> None:
+            params = replace(PARAMS, max_output_tokens=outputs)
+            engine.submit(prompts[number % len(prompts)], sampling_params=params)
+
+        for row in range(sequences):
+            submit(row, 3 + row)  # the first of these tokens comes with the prefill plan
+        while engine.scheduler.prefilling or len(engine.scheduler.queue):
+            engine.step()
+        seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+        gc.collect()
+        number = 0
+        while len(seconds[Phase.DECODE]) < steps:
+            if not len(engine.scheduler.queue):
+                submit(number, sequences + 1)
+            number += 1
+            before = len(engine.scheduler.decoding)
+            started = time.perf_counter()
+            engine.step()
+            elapsed = time.perf_counter() - started
+            if number > sequences:
+                assert abs(len(engine.scheduler.decoding) - before) == 1, "one row ends, or one joins"
+                seconds[runner.phase].append(elapsed)
+    return {"decode": distribution(seconds[Phase.DECODE]), "prefill": distribution(seconds[Phase.PREFILL])}
 
 
 def _time_steps(engine: Engine, steps: int) -> list[float]:
@@ -153,11 +211,21 @@ def admission_case(prompt_tokens: int, repeats: int) -> Distribution:
 
 def measure(steps: int) -> dict[str, Distribution]:
     """Every case by name."""
+    turnover = {
+        name: turnover_case(groups, 256, steps) for name, groups in (("history", HISTORY), (HYBRID_NAME, HYBRID))
+    }
     return {
         "history 32": decode_case(HISTORY, 32, steps, prefix_cache=False),
         "history 256": decode_case(HISTORY, 256, steps, prefix_cache=False),
         "history 256 prefix cache": decode_case(HISTORY, 256, steps, prefix_cache=True),
+        "history 256, one of them constrained": decode_case(HISTORY, 256, steps, constrained=1),
+        "history 256, waits for each": decode_case(HISTORY, 256, steps, overlap=0),
+        "history 256, one ends and one joins": turnover["history"]["decode"],
+        "history 256, the prefill step between": turnover["history"]["prefill"],
         "history+window+state 256": decode_case(HYBRID, 256, steps, prefix_cache=False),
+        "history+window+state 256, one constrained": decode_case(HYBRID, 256, steps, constrained=1),
+        "history+window+state 256, waits for each": decode_case(HYBRID, 256, steps, overlap=0),
+        "history+window+state 256, one ends, one joins": turnover[HYBRID_NAME]["decode"],
         "history+window+state 256 prefix cache": decode_case(HYBRID, 256, steps, prefix_cache=True),
         "admission 16k prompt, prefix cached": admission_case(16_384, max(steps // 10, 20)),
     }
@@ -173,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = {name: {field: getattr(row, field) for field in row.__slots__} for name, row in results.items()}
         print(json.dumps({"python": platform.python_version(), "numpy": np.__version__, "cases": rows}, indent=1))
         return 0
-    print(f"{'case':40} {'median':>9} {'p90':>9} {'p99':>9} {'worst':>9}  us")
+    print(f"{'case':46} {'median':>9} {'p90':>9} {'p99':>9} {'worst':>9}  us")
     for name, row in results.items():
-        print(f"{name:40} {row.median_us:9.1f} {row.p90_us:9.1f} {row.p99_us:9.1f} {row.worst_us:9.1f}")
+        print(f"{name:46} {row.median_us:9.1f} {row.p90_us:9.1f} {row.p99_us:9.1f} {row.worst_us:9.1f}")
     return 0

@@ -27,9 +27,9 @@ from resin.plan import (
     WindowGroup,
     plan_geometry,
 )
+from resin.sched.policy import Policy
 from resin.sched.prefix import PrefixAudit
 from resin.sched.request import FinishReason, Request, RequestFailed
-from resin.sched.scheduler import Policy
 
 __all__ = [
     "ArenaSpec",

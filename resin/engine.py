@@ -34,8 +34,10 @@ from resin.plan import (
 from resin.record import PlanRecorder
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit
+from resin.sched.policy import Policy
 from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
-from resin.sched.scheduler import PlannedStep, Policy, Scheduler
+from resin.sched.scheduler import Scheduler
+from resin.sched.step import PlannedStep
 
 MAX_OVERLAP = 4
 
@@ -288,7 +290,7 @@ class Engine:
             raise self._quarantine(error) from error
         self._in_flight.append((planned, handle))
         if self.metrics is not None:
-            self.metrics.on_dispatch(planned.plan, time.perf_counter() - started)
+            self.metrics.on_dispatch(planned, time.perf_counter() - started)
 
     def _commit_oldest(self) -> None:
         planned, handle = self._in_flight.popleft()
@@ -334,7 +336,7 @@ class Engine:
         if request.finish_reason is not None:
             return
         if not request.is_finished:
-            self.scheduler.finish(request)
+            self.scheduler.finish(request, is_sound=reason is not FinishReason.ERROR)
         request.finish_reason, request.error = reason, error
         request.finished_s = self._clock()
         self._live -= 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from resin.plan import BatchPlan, Phase
 from resin.plan.runner import runner_observations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from resin.engine import Engine
     from resin.sched.commit import Committed
+    from resin.sched.step import PlannedStep
 
 HOST_S = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3e-3, 1e-2, 5e-2, 0.5)
 TOKEN_S = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.012, 0.016, 0.025, 0.04, 0.06, 0.1, 0.2, 0.4, 1.0, 4.0)
@@ -78,33 +80,40 @@ class EngineMetrics:
     def on_plan(self, seconds: float) -> None:
         self.host_s["plan"].observe(seconds)
 
-    def on_dispatch(self, plan: BatchPlan, seconds: float) -> None:
+    def on_dispatch(self, planned: PlannedStep, seconds: float) -> None:
+        plan, decodes = planned.plan, planned.rows is not None
         self.host_s["dispatch"].observe(seconds)
         self.plans[plan.phase] += 1
-        self.live_tokens[plan.phase] += plan.num_tokens
+        self.live_tokens[plan.phase] += len(planned.requests) if decodes else plan.num_tokens
         self.padded_tokens[plan.phase] += plan.bucket.tokens
 
     def on_commit(self, seconds: float) -> None:
         self.host_s["commit"].observe(seconds)
 
     def on_tokens(self, plan: BatchPlan, committed: Committed, now: float) -> None:
-        table, slots, cohort = self._engine.scheduler.table, committed.slots, committed.cohort
+        table, slots, together = self._engine.scheduler.table, committed.slots, committed.together
         self.generated_tokens += len(committed.requests)
-        if cohort is None:
+        if plan.phase is Phase.PREFILL:
             self.prompt_tokens += plan.num_tokens
             for request, last_s in zip(committed.requests, table.last_token_s[slots].tolist(), strict=True):
                 if len(request.output_ids) == 1:
                     self.ttft_s.observe(now - request.submitted_s)
                 else:  # resumed after a retraction
                     self.inter_token_s.observe(now - last_s)
-        elif cohort.last_commit_s is not None:  # all rows had their tokens then
-            self.inter_token_s.observe(now - cohort.last_commit_s, len(committed.requests))
+        elif together is not None and together.last_commit_s is not None:
+            self.inter_token_s.observe(now - together.last_commit_s, len(committed.requests))
         else:
-            for last_s, times in Counter(table.last_token_s[slots].tolist()).items():
-                self.inter_token_s.observe(now - last_s, times)
+            self._observe_gaps(table.last_token_s[slots], now)
         table.last_token_s[slots] = now
-        if cohort is not None:
-            cohort.last_commit_s = now
+        if together is not None:
+            together.last_commit_s = now
+
+    def _observe_gaps(self, last_s: np.ndarray, now: float) -> None:
+        """One sample a row; most rows had their latest token at the same time."""
+        while last_s.size:
+            same = last_s == last_s[0]
+            self.inter_token_s.observe(now - float(last_s[0]), int(np.count_nonzero(same)))
+            last_s = last_s[~same]
 
     def on_finish(self, request: Request) -> None:
         assert request.finish_reason is not None and request.finished_s is not None

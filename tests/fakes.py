@@ -155,14 +155,15 @@ class PagedFake:
         self._check_padding(plan)
         self.check(plan)
         tokens = plan.token_ids.astype(np.int64)
-        for row in range(plan.num_sequences):
+        live = [row for row in range(plan.num_sequences) if not self._is_padding(plan, row)]
+        for row in live:
             if plan.row_flags[row] & RowFlag.FROM_SLOT:
                 tokens[plan.query_indptr[row]] = self.slots[plan.slots[row]]
                 assert self.slots[plan.slots[row]] != _POISON
         self._append(plan, tokens)
         emitted, indptr = [], [0]
         for row in range(plan.num_sequences):
-            value = self._row_value(plan, row, tokens)
+            value = self._row_value(plan, row, tokens) if row in live else _POISON
             if plan.row_flags[row] & RowFlag.EMIT:
                 at, fault = self.faults.get(plan.request_ids[row], (-1, None))
                 emitted.append(value % VOCAB if fault is None or plan.seq_lens[row] < at else int(fault))
@@ -180,6 +181,22 @@ class PagedFake:
         for group in plan.groups:
             if group.append_pages is not None:
                 assert (group.append_pages[plan.num_tokens :] == 0).all()
+
+    def _is_padding(self, plan: BatchPlan, row: int) -> bool:
+        """True for an empty place between the rows of a decode plan, which must read and write nothing of anybody's."""
+        if plan.slots[row] != self.config.max_sequences:
+            return False
+        assert plan.phase is Phase.DECODE and row < plan.num_sequences - 1 and plan.request_ids[row] == -1
+        assert (
+            not plan.seq_lens[row] and not plan.row_flags[row] and not plan.token_ids[row] and not plan.positions[row]
+        )
+        for group in plan.groups:
+            if group.page_indptr is not None and group.append_pages is not None and group.first_position is not None:
+                assert group.page_indptr[row] == group.page_indptr[row + 1]
+                assert not group.append_pages[row] and not group.first_position[row]
+            elif group.input_pages is not None and group.output_pages is not None:
+                assert not group.input_pages[row].any() and not group.output_pages[row].any()
+        return True
 
     def _append(self, plan: BatchPlan, tokens: np.ndarray) -> None:
         for group in plan.groups:

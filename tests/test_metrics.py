@@ -23,6 +23,7 @@ from resin import (
     TokensEvent,
 )
 from resin.metrics import HOST_S, REQUEST_S, TOKEN_S, Histogram
+from resin.plan import NOBODY
 from tests.fakes import VOCAB, OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
 
 CONFIG = fake_config((history_group(), window_group(6), state_group(8, rows=20)), max_plan_tokens=16)
@@ -120,10 +121,14 @@ def test_numbers_equal_an_independent_count(runner_class: type[PagedFake]) -> No
         assert samples[f"resin_requests_finished_total{{reason={reason}}}"] == reasons[reason]  # type: ignore[index]
     assert samples["resin_generated_tokens_total"] == watch.tokens == sum(len(r.output_ids) for r in watch.requests)
     plans = watch.runner.plans
+
+    def live_tokens(plan: BatchPlan) -> int:
+        return plan.num_tokens - plan.request_ids.count(NOBODY)
+
     for phase in Phase:
         mine, label = [plan for plan in plans if plan.phase is phase], f"{{phase={phase.name.lower()}}}"
         assert samples[f"resin_plans_total{label}"] == len(mine) > 0
-        assert samples[f"resin_plan_live_tokens_total{label}"] == sum(plan.num_tokens for plan in mine)
+        assert samples[f"resin_plan_live_tokens_total{label}"] == sum(live_tokens(plan) for plan in mine)
         assert samples[f"resin_plan_padded_tokens_total{label}"] == sum(plan.bucket.tokens for plan in mine)
     prefill = [plan.num_tokens for plan in plans if plan.phase is Phase.PREFILL]
     assert samples["resin_prompt_tokens_total"] == sum(prefill)

@@ -1,6 +1,6 @@
 """The frozen types that cross the boundary between the Engine and a Runner (NumPy only)."""
 
-from resin.plan.batch import BatchPlan, CacheGroupPlan, RowFlag, SlotLoad, build_plan
+from resin.plan.batch import NOBODY, BatchPlan, CacheGroupPlan, RowFlag, SlotLoad, build_plan
 from resin.plan.buckets import Bucket, Phase, smallest_bucket
 from resin.plan.cache import (
     CacheGeometry,
@@ -19,6 +19,7 @@ from resin.plan.runner import ArenaSpec, OverlapRunner, Runner, RunnerConfig
 from resin.plan.sampling import SamplingParams
 
 __all__ = [
+    "NOBODY",
     "ArenaSpec",
     "BatchPlan",
     "Bucket",

@@ -28,6 +28,9 @@ SAMPLING_COLUMNS = (
 )
 
 
+NOBODY = -1  # the request of an empty place
+
+
 class RowFlag(enum.IntFlag):
     """Bits of `BatchPlan.row_flags`."""
 
@@ -105,18 +108,19 @@ class BatchPlan:
     """One phase-homogeneous step. Every array is a read-only view of `buffer`, padded to the bucket.
 
     Padded sequences have no tokens, slot `max_sequences` (scratch) and no flags; padded tokens have id 0, position 0
-    and append to page 0.
+    and append to page 0. In a decode plan sequence b is place b: an empty place between others is padding as well, of
+    one padded token, length 0 and no pages.
 
     Attributes:
         step: number of the plan, from 0.
         bucket: the compiled shape, B sequences and T tokens.
-        num_sequences, num_tokens: live counts.
+        num_sequences, num_tokens: up to the last live one.
         buffer: int32 [layout.words], all columns in one piece.
         layout: where each column lies.
         group_specs: the runner's cache groups with their geometry.
         slot_loads: slots to prepare before the plan runs.
-        allowed_masks: int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK.
-        request_ids: of the live rows, for people and recordings.
+        allowed_masks: int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK; zeros where a row has none.
+        request_ids: of the rows, NOBODY where a place is empty; for people and recordings.
     """
 
     step: int

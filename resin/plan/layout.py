@@ -55,7 +55,8 @@ SEQUENCE_FLOATS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-
+# Of these and one token a sequence a decode plan's row is made; they lie side by side.
+SEQUENCE_COLUMNS = (*SEQUENCE_INTS[1:], *SEQUENCE_FLOATS)
 
 PAGED_COLUMNS = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
 

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from resin.plan import CacheGeometry, CacheGroup, StateGroup, WindowGroup
+from resin.plan import CacheGeometry, CacheGroup, ResinError, StateGroup, WindowGroup
 from resin.sched.lease import CacheLease, PagedGroup, PageRow, StateRing
 from resin.sched.pool import PagePool
 from resin.sched.prefix_cache import PrefixCache
 from resin.sched.request import Request
+
+
+class OutOfPages(ResinError):
+    """A request needs more cache pages than the pool can give it, though nobody else runs."""
 
 
 @dataclass(slots=True)
@@ -198,11 +202,17 @@ class CacheManager:
                 self.pool.release(ring.held.pop(0)[1])
         return replaced
 
-    def release(self, request: Request) -> None:
-        """Ends the lease. Published pages stay cached, the others become free."""
+    def release(self, request: Request, position: int = 0) -> None:
+        """Ends the lease. Published pages stay cached, the others become free.
+
+        Args:
+            position: its first tokens that are in the cache and known: what of them is not published yet is now.
+        """
         lease = request.lease
         if lease is None:
             return
+        if position and lease.is_sound and self.prefixes.enabled:
+            self.prefixes.publish(request, lease, position, position)
         self.pool.release(lease.pages())
         request.lease = None
         if lease.node is not None:

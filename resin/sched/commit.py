@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from resin.plan import BatchPlan, ForwardOutput, ResinError, RowFault, RowFlag
-from resin.sched.cohort import Cohort
 from resin.sched.request import FinishReason, PromptLogprobs, Request
-from resin.sched.scheduler import PlannedStep, Scheduler
-from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
+from resin.sched.rows import LiveRows
+from resin.sched.scheduler import Scheduler
+from resin.sched.slots import COMMITTED, DISCARDED
+from resin.sched.step import PlannedStep
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -39,7 +40,7 @@ class Committed:
         slots: their slots, as an index into the columns of the SlotTable (a finished request's may be free again).
         token_ids: int32 [R].
         rows: int64 [R], index of each token in the output's columns.
-        cohort: whose plan it was, if it was a decode plan.
+        together: the rows of a decode plan if all of them emitted.
         finished: requests that ended, with the reason.
         failed: requests of which no token could be chosen, with the error; their rows are discarded.
     """
@@ -48,7 +49,7 @@ class Committed:
     slots: slice | np.ndarray
     token_ids: np.ndarray
     rows: np.ndarray
-    cohort: Cohort | None = None
+    together: LiveRows | None = None
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
     failed: list[tuple[Request, NoToken]] = field(default_factory=list)
 
@@ -59,35 +60,39 @@ def commit(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) ->
     Raises:
         BadOutput: the output does not fit the plan.
     """
-    if planned.cohort is not None:
-        return _commit_decode(scheduler, planned, planned.cohort, output)
+    if planned.rows is not None:
+        return _commit_decode(scheduler, planned, planned.rows, output)
     return _commit_prefill(scheduler, planned, output)
 
 
-def _commit_decode(scheduler: Scheduler, planned: PlannedStep, cohort: Cohort, output: ForwardOutput) -> Committed:
+def _commit_decode(scheduler: Scheduler, planned: PlannedStep, placed: LiveRows, output: ForwardOutput) -> Committed:
     table, slots = scheduler.table, planned.slots
-    tokens, rows = check_output(planned.plan, output, None, scheduler.config.vocab_size)
-    live, failed = _live_rows(scheduler, planned, tokens)
-    requests, stop_ids = cohort.requests, cohort.stop_ids
+    tokens, rows, has_faults = check_output(planned.plan, output, placed.emits, scheduler.config.vocab_size)
+    live, failed = _live_rows(scheduler, planned, tokens if has_faults else None)
+    requests, stop_ids = placed.requests, placed.stop_ids
     if live is None:
-        table.counts[:, slots] += COMMITTED
-        for append, token in zip(cohort.append_output, tokens.tolist(), strict=True):
+        table.add(placed, COMMITTED)
+        for append, token in zip(placed.append_output, tokens.tolist(), strict=True):
             append(token)
     else:
-        table.counts[:, slots] += np.where(live, COMMITTED, DISCARDED)
+        table.counts[slots] += np.where(live[:, None], COMMITTED, DISCARDED)
         _release_closed(scheduler, planned, live)
-        rows, tokens, slots = rows[live], tokens[live], cohort.slots[live]
+        rows, tokens, slots = rows[live], tokens[live], placed.slots[live]
         requests = tuple([request for request, goes_on in zip(requests, live.tolist(), strict=True) if goes_on])
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output_ids.append(token)
         stop_ids = stop_ids[:, live]
     table.last_token[slots] = tokens
-    committed = Committed(requests, slots, tokens, rows, cohort, failed=failed)
-    _find_ends(table, committed, stop_ids, limits=cohort.steps_left <= 0)
+    committed = Committed(requests, slots, tokens, rows, placed if live is None else None, failed=failed)
+    ending = planned.ending
+    if live is not None and ending:
+        kept = np.cumsum(live) - 1
+        ending = [int(kept[row]) for row in ending if live[row]]
+    _find_ends(committed, stop_ids, ending)
     cache = scheduler.cache
     if cache.prefixes.enabled:
         positions = table.committed[slots]
-        due = np.flatnonzero(cache.prefixes.due(positions)).tolist()
+        due = cache.prefixes.due(positions)
         _commit_cache(scheduler, [(requests[i], int(positions[i])) for i in due])
     return committed
 
@@ -96,7 +101,7 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table, slots, chunks = scheduler.table, planned.slots, planned.chunks
     assert chunks is not None and isinstance(slots, np.ndarray)
     emits = planned.plan.emits
-    tokens, rows = check_output(planned.plan, output, emits, scheduler.config.vocab_size)
+    tokens, rows, _ = check_output(planned.plan, output, emits, scheduler.config.vocab_size)
     _collect_prompt_logprobs(planned, output)
     table.in_flight[slots] -= 1
     table.committed[slots] = [chunk.stop for chunk in chunks]
@@ -116,7 +121,8 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.outputs[slots] += 1
     table.last_token[slots] = tokens
     committed = Committed(requests, slots, tokens, rows, failed=failed)
-    _find_ends(table, committed, table.stop_ids[slots].T, limits=True)
+    ending = np.flatnonzero(table.outputs[slots] >= table.max_outputs[slots]).tolist()
+    _find_ends(committed, table.stop_ids[slots].T, ending)
     if scheduler.cache.prefixes.enabled:
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
     scheduler.note_room()  # who is done with a prompt promises to take less, and Window rows give a chunk's pages up
@@ -125,14 +131,14 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
 
 def check_output(
     plan: BatchPlan, output: ForwardOutput, emits: np.ndarray | None, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, bool]:
     """The token (or RowFault) of each emitting row, and its index in the output's columns.
 
     Args:
         emits: bool [num_sequences], None if every row emits.
 
     Returns:
-        int32 [R] and int64 [R].
+        int32 [R], int64 [R], and whether a fault is among them.
 
     Raises:
         BadOutput: wrong shapes or dtype, not exactly one token for an emitting row, or an id outside the vocabulary.
@@ -148,31 +154,33 @@ def check_output(
         one_each = np.arange(plan.num_sequences + 1)
         rows, chosen, misfits = one_each[:-1], tokens, indptr != one_each
     else:
-        lengths = np.diff(indptr.astype(np.int64, copy=False))
+        bounds = indptr.astype(np.int64, copy=False)
+        lengths = bounds[1:] - bounds[:-1]
         rows, misfits = indptr[:-1][emits], np.where(emits, lengths != 1, lengths < 0)
         chosen = tokens if misfits.any() else tokens[rows]
     if np.count_nonzero(misfits):
         raise BadOutput("token_indptr gives an emitting row other than one token")
     top = vocab_size or 1 << 31
     # Negative ids are the largest of all as unsigned numbers.
-    if chosen.size and np.maximum.reduce(chosen.view(_UNSIGNED[chosen.itemsize])) >= top:
-        if chosen.max() >= top or chosen.min() < min(RowFault):
-            raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
-    return chosen.astype(np.int32, copy=False), rows
+    has_faults = bool(chosen.size and np.maximum.reduce(chosen.view(_UNSIGNED[chosen.itemsize])) >= top)
+    if has_faults and (chosen.max() >= top or chosen.min() < min(RowFault)):
+        raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
+    return chosen.astype(np.int32, copy=False), rows, has_faults
 
 
 def _live_rows(
-    scheduler: Scheduler, planned: PlannedStep, tokens: np.ndarray
+    scheduler: Scheduler, planned: PlannedStep, tokens: np.ndarray | None
 ) -> tuple[np.ndarray | None, list[tuple[Request, NoToken]]]:
     """bool [n] with False for rows that bring nothing, None if all do; and the running requests without a token.
 
     Args:
-        tokens: int32 [n], of each row; none negative but faults.
+        tokens: int32 [n], of each row, none negative but faults; None if there are no faults.
     """
-    has_faults = bool(np.minimum.reduce(tokens) < 0)
-    if not scheduler.closing and not has_faults:
+    if not scheduler.closing and tokens is None:
         return None, []
     goes_on = np.array([not request.is_finished for request in planned.requests], np.bool_)
+    if tokens is None:
+        return (None if goes_on.all() else goes_on), []
     failed = [
         (planned.requests[i], NoToken(_FAULTS[RowFault(int(tokens[i]))]))
         for i in np.flatnonzero(goes_on & (tokens < 0)).tolist()
@@ -187,16 +195,17 @@ def _release_closed(scheduler: Scheduler, planned: PlannedStep, live: np.ndarray
         scheduler.release_closed(planned.requests[row])
 
 
-def _find_ends(table: SlotTable, committed: Committed, stop_ids: np.ndarray, *, limits: bool) -> None:
-    """Notes the requests that ended with their new token: a stop token, or the last one that they may have."""
-    slots, tokens = committed.slots, committed.token_ids
-    stops = stop_ids == tokens  # [k, R]
-    if not (limits or np.count_nonzero(stops)):
-        return
-    stopped = stops.any(axis=0)
-    ended = stopped | (table.outputs[slots] >= table.max_outputs[slots])
-    for i in np.flatnonzero(ended).tolist():
-        reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+def _find_ends(committed: Committed, stop_ids: np.ndarray, ending: Sequence[int]) -> None:
+    """Notes the requests that ended with their new token: a stop token, or the last one that they may have.
+
+    Args:
+        stop_ids: int32 [k, R].
+        ending: rows that got the last one, rising.
+    """
+    stops = stop_ids == committed.token_ids
+    stopped = set(np.flatnonzero(stops.any(axis=0)).tolist()) if np.count_nonzero(stops) else set()
+    for i in sorted(stopped.union(ending)) if stopped else ending:
+        reason = FinishReason.STOP if i in stopped else FinishReason.LENGTH
         committed.finished.append((committed.requests[i], reason))
 
 

@@ -117,13 +117,14 @@ class StateRing:
 class CacheLease:
     """All pages of one running request, and how far the trie knows its tokens."""
 
-    __slots__ = ("node", "published_tokens", "rows", "states")
+    __slots__ = ("is_sound", "node", "published_tokens", "rows", "states")
 
     def __init__(self, rows: list[PageRow], states: list[StateRing], node: PrefixNode | None, published_tokens: int):
         self.rows = rows  # one for each History and Window group, in group order
         self.states = states  # one for each State group
         self.node = node  # deepest trie node on the request's path; None without a prefix cache
         self.published_tokens = published_tokens
+        self.is_sound = True  # whether others may have what it computes
 
     @classmethod
     def empty(cls, paged: int, states: int, node: PrefixNode | None = None) -> CacheLease:

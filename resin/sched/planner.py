@@ -18,10 +18,10 @@ from resin.plan import (
     plan_layout,
 )
 from resin.plan.batch import SAMPLING_COLUMNS
-from resin.sched.cohort import Cohort
-from resin.sched.decode import DecodeColumns, DecodeImage
+from resin.sched.image import DecodeColumns, DecodeImage
 from resin.sched.lease import PagedGroup
 from resin.sched.request import Request
+from resin.sched.rows import DecodeRows
 from resin.sched.slots import SlotTable
 
 
@@ -48,6 +48,7 @@ class Planner:
         self._paged = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
         self._states = [(group, fill) for group, fill in pairs if isinstance(group, StateGroup)]
         self._windows = windows
+        self.image: DecodeImage | None = None  # the latest decode plan's buffer, from which the next one is made
         self.state_pages = [fill.pages_per_state for _, fill in self._states]
 
     def row_pages(self, paged_pages: Sequence[int]) -> tuple[int, ...]:
@@ -58,15 +59,15 @@ class Planner:
     # -- decode -------------------------------------------------------------------------------------------------
 
     def plan_decode(
-        self, step: int, bucket: Bucket, cohort: Cohort, growing: list[list[int]], masks: np.ndarray | None
+        self, step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: np.ndarray | None
     ) -> BatchPlan:
-        """One token for each row of the cohort; `growing` are the rows of each paged group that start a page."""
-        image = cohort.image
+        """One token for each live row; `growing` are the places of each paged group that start a page."""
+        image = self.image
         if image is None or image.bucket is not bucket:
-            image = cohort.image = DecodeImage(bucket, self._decode_columns(bucket), cohort, self._table)
-        buffer, count = image.write_next(growing, self._scratch_slot), len(cohort)
+            image = self.image = DecodeImage(bucket, self._decode_columns(bucket), rows)
+        buffer, count = image.write_next(growing), rows.top
         buffer.flags.writeable = False
-        return BatchPlan(step, bucket, count, count, buffer, image.layout, self._specs, (), masks, cohort.ids)
+        return BatchPlan(step, bucket, count, count, buffer, image.layout, self._specs, (), masks, rows.live().ids)
 
     def _decode_columns(self, bucket: Bucket) -> DecodeColumns:
         columns = self._columns.get(bucket)

@@ -25,6 +25,7 @@ class PagePool:
         self._readers = [0] * num_pages
         self._published = bytearray(num_pages)
         self._cached = 0
+        self._holds_published = False  # whether the trie ever got a page
 
     @property
     def free(self) -> int:
@@ -61,6 +62,13 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Drops one reader from each page (as often as it is named); unpublished ones without readers become free."""
         readers, published, free = self._readers, self._published, self._free
+        if not self._holds_published:  # nothing is shared: whatever is released becomes free
+            pages = list(pages)
+            assert [readers[page] for page in pages].count(1) == len(pages), "page released that nobody leased"
+            for page in pages:
+                readers[page] = 0
+            free += pages
+            return
         for page in pages:
             left = readers[page] - 1
             assert left >= 0, "page released more often than it was leased"
@@ -75,6 +83,7 @@ class PagePool:
         """Hands leased pages to the trie as well: from now on they are immutable."""
         for page in pages:
             assert self._readers[page] > 0 and not self._published[page]
+            self._holds_published = True
             self._published[page] = 1
 
     def withdraw(self, pages: Iterable[int]) -> None:

@@ -148,12 +148,18 @@ class PrefixCache:
 
     # -- publishing ---------------------------------------------------------------------------------------------
 
-    def due(self, committed: np.ndarray) -> np.ndarray:
-        """bool [n]: positions at which `publish` has something to do, or a State group lets go of a checkpoint."""
-        due = committed % self.align_tokens == 0
+    def due(self, committed: np.ndarray) -> list[int]:
+        """Which of the positions of decoding rows need `publish`, or have a State group let go of a checkpoint.
+
+        Window pages and States must be published before their rows move on; History waits for the row's end, when it
+        costs no step of the others anything.
+        """
+        if not self._windows and not self.state_pages:
+            return []
+        due = committed % self.align_tokens == 0 if self._windows else committed % self.checkpoint_tokens == 0
         if self.state_pages:
             due |= committed % self.checkpoint_tokens == 1
-        return due
+        return [int(row) for row in np.flatnonzero(due)]
 
     def publish(self, request: Request, lease: CacheLease, position: int, computed: int) -> bool:
         """The request's first `position` tokens are in the cache: hands their whole spans to the trie.

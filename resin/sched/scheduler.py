@@ -6,60 +6,23 @@ and later `commit` with the runner's output. Policy: docs/scheduling.md.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
-from resin.plan import BatchPlan, Bucket, InvalidRequest, Phase, ResinError, RunnerConfig, smallest_bucket
-from resin.sched.cache import CacheManager, Reservation
-from resin.sched.cohort import Cohort
+from resin.plan import Bucket, Phase, RunnerConfig, smallest_bucket
+from resin.sched.cache import CacheManager, OutOfPages, Reservation
 from resin.sched.masks import allowed_masks
 from resin.sched.planner import Chunk, Planner
+from resin.sched.policy import Policy
 from resin.sched.queue import RequestQueue
 from resin.sched.request import Request, RequestState
+from resin.sched.rows import DecodeRows
 from resin.sched.slots import ACCEPTED, SlotTable
+from resin.sched.step import PlannedStep
 
-
-class OutOfPages(ResinError):
-    """A request needs more cache pages than the pool can give it, though nobody else runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Tunable choices of the scheduler.
-
-    Attributes:
-        aging_s: seconds of waiting that are worth one level of priority.
-        max_prefill_streak: prefill plans in a row while rows wait to decode.
-        max_plan_tokens: prefill tokens a plan at most; None takes the runner's limit.
-    """
-
-    aging_s: float = 10.0
-    max_prefill_streak: int = 8
-    max_plan_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.aging_s < math.inf:
-            raise InvalidRequest("aging_s", self.aging_s, "more than 0 seconds, finite")
-        if self.max_prefill_streak < 1:
-            raise InvalidRequest("max_prefill_streak", self.max_prefill_streak, "at least 1 plan")
-        if self.max_plan_tokens is not None and self.max_plan_tokens < 1:
-            raise InvalidRequest("max_plan_tokens", self.max_plan_tokens, "at least 1 token, or None")
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A plan with what is needed to undo or commit it."""
-
-    plan: BatchPlan
-    reservation: Reservation
-    slots: slice | np.ndarray  # of the rows, an index into the columns of the SlotTable
-    requests: Sequence[Request]
-    chunks: list[Chunk] | None  # prefill only
-    cohort: Cohort | None  # decode only
+_EXACT = 1 << 30  # plans of exact size have no bucket to stay in
 
 
 class Scheduler:
@@ -78,7 +41,6 @@ class Scheduler:
         self.retractions = 0
         self.prefill_streak = 0
         self.planner = Planner(config, self.table, cache.paged)
-        self._cohort: Cohort | None = None
         self._step = 0
         prefill = [bucket for bucket in config.buckets if bucket.phase is Phase.PREFILL]
         decode = [bucket for bucket in config.buckets if bucket.phase is Phase.DECODE]
@@ -87,6 +49,15 @@ class Scheduler:
         self._max_prefill_rows = max((bucket.sequences for bucket in prefill), default=config.max_sequences)
         self._max_decode_rows = max((bucket.sequences for bucket in decode), default=config.max_sequences)
         self._room_changed = True
+        spans = [group.span_tokens for group in cache.paged]
+        if cache.seals_states:
+            spans.append(cache.checkpoint_tokens)
+        # For each decode bucket the sequences of the next smaller one: with more rows than that it is not too large.
+        sizes = sorted({0, *(bucket.sequences for bucket in decode)})
+        self._smaller = {bucket: sizes[sizes.index(bucket.sequences) - 1] for bucket in decode}
+        self.rows = DecodeRows(self.table, self._max_decode_rows, spans)
+        self._joining: list[Request] = []  # requests that decode, but have no place yet
+        self._takes_turns = False  # whether more rows decode than one plan holds
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -107,14 +78,20 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
-    def finish(self, request: Request) -> None:
-        """Ends a waiting or running request; its pages return now, or when the last plan that holds it is collected."""
+    def finish(self, request: Request, *, is_sound: bool = True) -> None:
+        """Ends a waiting or running request; its pages return now, or when the last plan that holds it is collected.
+
+        Args:
+            is_sound: False if what it computed is worth nothing to others.
+        """
         if request.state is RequestState.QUEUED:
             self.queue.remove(request, RequestState.FINISHED)
             self.note_room()  # it may have been the one that blocked the others
             return
         self._leave(request)
         request.state = RequestState.FINISHED
+        if not is_sound and request.lease is not None:
+            request.lease.is_sound = False
         if self.table.in_flight[request.slot]:
             self.closing.add(request)
         else:
@@ -127,18 +104,22 @@ class Scheduler:
             if request.state is RequestState.QUEUED:
                 self.queue.remove(request, RequestState.FINISHED)
             request.state = RequestState.FINISHED
-        self.prefilling, self.decoding, self._cohort = [], [], None
+        self.prefilling, self.decoding = [], []
         return requests
 
     def _leave(self, request: Request) -> None:
         if request.state is RequestState.PREFILL:
             self.prefilling.remove(request)
-        else:
-            self.decoding.remove(request)
-            self._cohort = None
+            return
+        self.decoding.remove(request)
+        if request in self.rows:
+            self.rows.leave(self.rows.place(request))
+        elif request in self._joining:
+            self._joining.remove(request)
 
     def _free(self, request: Request) -> None:
-        self.cache.release(request)
+        slot = request.slot
+        self.cache.release(request, min(int(self.table.committed[slot]), int(self.table.known[slot])))
         self.table.give_back(request)
         self.note_room()
 
@@ -149,9 +130,9 @@ class Scheduler:
             self._free(request)
 
     def rows_changed(self, request: Request) -> None:
-        """The sticky cohort must read the request's page rows again."""
-        if self._cohort is not None and request.slot in self._cohort.index:
-            self._cohort.dirty.add(self._cohort.index[request.slot])
+        """The next decode plan must read the request's page rows again."""
+        if request in self.rows:
+            self.rows.dirty.add(self.rows.place(request))
 
     # -- planning -----------------------------------------------------------------------------------------------
 
@@ -192,14 +173,12 @@ class Scheduler:
         """The runner took the plan: what it computes and emits counts from now on."""
         self._step += 1
         table, slots = self.table, planned.slots
-        if planned.cohort is not None:
+        if planned.rows is not None:
             self.prefill_streak = 0
-            table.counts[ACCEPTED, slots] += 1
-            planned.cohort.steps += 1
-            planned.cohort.steps_left -= 1
-            if len(planned.cohort) < len(self.decoding):
+            table.add(planned.rows, ACCEPTED)
+            self.rows.steps += 1
+            if self._takes_turns:
                 table.last_step[slots] = self._step
-                self._cohort = None  # other rows' turn
             return
         assert planned.chunks is not None
         self.prefill_streak += 1
@@ -211,13 +190,13 @@ class Scheduler:
                 table.pending[slot] += 1
                 self.prefilling.remove(chunk.request)
                 self.decoding.append(chunk.request)
+                self._joining.append(chunk.request)
                 chunk.request.state = RequestState.DECODE
-                self._cohort = None
 
     def rollback(self, planned: PlannedStep) -> None:
         """The plan never ran: its pages return and everything is as before."""
         self.cache.rollback(planned.reservation)
-        self._cohort = None
+        self.planner.image = None
 
     def _admit(self) -> None:
         """Moves waiting requests into slots, best rank first, while their whole known sequence has room."""
@@ -301,7 +280,7 @@ class Scheduler:
             raise
 
     def _prefill_step(self, reservation: Reservation, chunks: list[Chunk], bucket: Bucket) -> PlannedStep:
-        emitting = [chunk.request if chunk.emits else None for chunk in chunks]
+        emitting = [(row, chunk.request) for row, chunk in enumerate(chunks) if chunk.emits]
         masks = allowed_masks(emitting, bucket.sequences, self.config.vocab_size, self.failures)
         plan = self.planner.plan_prefill(self._step, bucket, chunks, masks)
         requests = [chunk.request for chunk in chunks]
@@ -360,66 +339,94 @@ class Scheduler:
     # -- decode -------------------------------------------------------------------------------------------------
 
     def _plan_decode(self, in_flight: bool) -> PlannedStep | None:
+        rows, cache = self.rows, self.cache
         while True:
-            cohort = self._current_cohort()
-            if cohort is None:
+            self._settle()
+            if not rows.num_live:
                 return None
-            growing = self._growing(cohort)
-            bucket = self._decode_bucket(cohort, growing)
+            bucket, growing = self._decode_bucket()
             if bucket is None:  # decode as many rows as a bucket holds, the others next time
-                cohort = self._cohort = Cohort(self._rows_that_fit(list(cohort.requests)), self.table)
-                growing = self._growing(cohort)
-                bucket = self._decode_bucket(cohort, growing)
+                self._seat(self._decodable())
+                bucket, growing = self._decode_bucket()
                 assert bucket is not None, "every request was let in because it fits alone"
-            sealing = cohort.starting(self.cache.checkpoint_tokens) if self.cache.seals_states else []
+            sealing = rows.starting(cache.checkpoint_tokens) if cache.seals_states else []
             reservation = Reservation()
-            if self._extend_rows(cohort, growing, sealing, reservation):
+            if self._extend_rows(growing, sealing, reservation):
                 break
             if self._cycle_rows():
                 continue
             if in_flight or not self._retract_youngest():
                 return None
         try:
-            cohort.dirty.update(sealing)
-            masks = self._decode_masks(cohort, bucket) if cohort.constrained else None
-            plan = self.planner.plan_decode(self._step, bucket, cohort, growing, masks)
+            rows.dirty.update(sealing)
+            masks = self._decode_masks(bucket) if rows.constrained else None
+            plan = self.planner.plan_decode(self._step, bucket, rows, growing, masks)
         except BaseException:
-            self.cache.rollback(reservation)
-            self._cohort = None
+            cache.rollback(reservation)
+            self.planner.image = None
             raise
-        cohort.dirty.update(sealing)  # the plan after this one reads their states where this one writes them
-        return PlannedStep(plan, reservation, cohort.rows, cohort.requests, None, cohort)
+        rows.dirty.update(sealing)  # the plan after this one reads their states where this one writes them
+        live = rows.live()
+        return PlannedStep(plan, reservation, live.index, live.requests, None, live, rows.ending())
 
-    def _growing(self, cohort: Cohort) -> list[list[int]]:
-        """For each paged group the rows whose next token starts a page."""
-        return [cohort.starting(group.span_tokens) for group in self.cache.paged]
+    def _settle(self) -> None:
+        """Gives places to rows that start to decode, takes them from rows whose last token is on its way, and pauses
+        rows whose mask waits for a token."""
+        rows, table = self.rows, self.table
+        for place in rows.finished():
+            rows.leave(place)
+        if self._takes_turns or len(self._joining) > rows.capacity - rows.count:
+            self._seat(self._decodable())
+        elif self._joining:
+            self._joining = [request for request in self._joining if not self._try_join(request)]
+        if rows.constrained:
+            waiting = [place for place in rows.constrained if table.pending[rows.request(place).slot]]
+            rows.pause(waiting)
+        if not self.config.buckets and rows.top > rows.num_live:
+            rows.compact()  # exact-size plans have no padding
 
-    def _extend_rows(
-        self, cohort: Cohort, growing: list[list[int]], sealing: list[int], reservation: Reservation
-    ) -> bool:
+    def _try_join(self, request: Request) -> bool:
+        """False if the request's mask waits for a token in flight."""
+        table, slot = self.table, request.slot
+        if table.constrained[slot] and table.pending[slot]:
+            return False
+        if table.outputs[slot] + table.pending[slot] < table.max_outputs[slot]:
+            self.rows.join(request)
+        return True
+
+    def _seat(self, candidates: list[Request]) -> None:
+        """Gives the places to the candidates whose turn it is."""
+        rows = self.rows
+        chosen = dict.fromkeys(self._rows_that_fit(candidates))
+        self._takes_turns = len(chosen) < len(candidates)
+        for request in self.decoding:
+            if request in rows and request not in chosen:
+                rows.leave(rows.place(request))
+        for request in chosen:
+            if request not in rows:
+                rows.join(request)
+        rows.compact()
+        self._joining = [request for request in self.decoding if request not in rows]
+
+    def _growing(self) -> list[list[int]]:
+        """For each paged group the places whose rows start a page with their next token."""
+        return [self.rows.starting(group.span_tokens) for group in self.cache.paged]
+
+    def _extend_rows(self, growing: list[list[int]], sealing: list[int], reservation: Reservation) -> bool:
         """Reserves room for one more token of every row; all or nothing."""
-        leases = cohort.leases
-        rows = [[leases[i].rows[index] for i in indices] for index, indices in enumerate(growing)]
-        seals = [(leases[i], cohort.position(i)) for i in sealing]
+        rows, leases = self.rows, self.rows.leases
+        extended = [[leases[place].rows[index] for place in places] for index, places in enumerate(growing)]  # type: ignore[union-attr]
+        seals = [(rows.lease(place), rows.position(place)) for place in sealing]
         committed: list[list[int]] = []  # for each Window group
-        for group, indices in zip(self.cache.paged, growing, strict=True):
+        for group, places in zip(self.cache.paged, growing, strict=True):
             if group.window_tokens:
-                committed.append(self.table.committed[cohort.slots[indices]].tolist())
-        return self.cache.try_extend_rows(rows, committed, seals, reservation)
+                committed.append(self.table.committed[rows.slots[places]].tolist())
+        return self.cache.try_extend_rows(extended, committed, seals, reservation)
 
-    def _decode_masks(self, cohort: Cohort, bucket: Bucket) -> np.ndarray | None:
-        rows = [request if request.params.allowed_tokens else None for request in cohort.requests]
-        return allowed_masks(rows, bucket.sequences, self.config.vocab_size, self.failures)
-
-    def _current_cohort(self) -> Cohort | None:
-        """The sticky cohort if all its rows go on, else a new one of all rows that can decode."""
-        cohort = self._cohort
-        if cohort is not None and cohort.steps_left > 0 and len(cohort) == len(self.decoding):
-            if not cohort.constrained:
-                return cohort
-        rows = self._decodable()
-        cohort = self._cohort = Cohort(rows, self.table) if rows else None
-        return cohort
+    def _decode_masks(self, bucket: Bucket) -> np.ndarray | None:
+        rows = self.rows
+        asked = [(place, rows.request(place)) for place in sorted(rows.constrained) if rows.is_live(place)]
+        return allowed_masks(asked, bucket.sequences, self.config.vocab_size, self.failures)
 
     def _rows_that_fit(self, rows: list[Request]) -> list[Request]:
         """As many of the rows that waited longest for a step as one bucket holds."""
@@ -437,27 +444,21 @@ class Scheduler:
                 return rows[:count]
         return rows[:1]
 
-    def _decode_bucket(self, cohort: Cohort, growing: list[list[int]]) -> Bucket | None:
-        """The smallest bucket that holds the rows once their next tokens have room."""
-        image, count = cohort.image, len(cohort)
-        seen = image.totals if image is not None else self._visible_pages(cohort)
-        totals = [pages + len(rows) for pages, rows in zip(seen, growing, strict=True)]
+    def _decode_bucket(self) -> tuple[Bucket | None, list[list[int]]]:
+        """The smallest bucket that holds all rows once their next tokens have room, and that of the latest plan while
+        none comes or goes; and who grows. Rows move to lower places if that is what it takes."""
+        rows, image, buckets, growing = self.rows, self.planner.image, self.config.buckets, self._growing()
+        totals = image.pages_next(growing) if image is not None else rows.visible_pages(self.cache.paged, growing)
         needs = totals if not self.cache.state_pages else self.planner.row_pages(totals)
-        if image is not None and self.config.buckets and image.bucket.holds(count, count, needs):
-            return image.bucket
-        return smallest_bucket(self.config.buckets, Phase.DECODE, count, count, needs)
-
-    def _visible_pages(self, cohort: Cohort) -> list[int]:
-        """For each paged group the pages that the next tokens of all rows see."""
-        totals = []
-        for index, group in enumerate(self.cache.paged):
-            rows = [lease.rows[index] for lease in cohort.leases]
-            total = sum(map(len, rows))
-            if group.window_tokens:
-                needed = [group.first_needed(cohort.position(i)) for i in range(len(rows))]
-                total -= sum([max(first - row.first, 0) for first, row in zip(needed, rows, strict=True)])
-            totals.append(total)
-        return totals
+        if image is not None and rows.count > self._smaller.get(image.bucket, _EXACT):
+            if image.bucket.holds(rows.top, rows.top, needs):
+                return image.bucket, growing
+        count = rows.count if buckets else rows.num_live
+        best = smallest_bucket(buckets, Phase.DECODE, count, count, needs)
+        if best is not None and not best.holds(rows.top, rows.top, needs):
+            rows.compact()
+            growing = self._growing()
+        return best, growing
 
     # -- memory pressure ----------------------------------------------------------------------------------------
 

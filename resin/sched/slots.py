@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from resin.plan import RowFlag
-from resin.plan.layout import SEQUENCE_FLOATS
+from resin.plan.layout import SEQUENCE_COLUMNS, SEQUENCE_FLOATS
 from resin.plan.sampling import MAX_STOP_TOKENS
 from resin.sched.request import Request
 
+if TYPE_CHECKING:
+    from resin.sched.rows import LiveRows
+
 # What one decode step does to a slot's counts when its plan is accepted and when it is committed.
-#                      computed, pending, in_flight, committed, known, outputs
-ACCEPTED = slice(0, 3)  # each of these rises by one
-COMMITTED = np.array([[0], [-1], [-1], [1], [1], [1]], np.int32)
-DISCARDED = np.array([[0], [-1], [-1], [1], [0], [0]], np.int32)
+#           computed, pending, in_flight, committed, known, outputs
+ACCEPTED = (1, 1, 1, 0, 0, 0)
+COMMITTED = (0, -1, -1, 1, 1, 1)
+DISCARDED = (0, -1, -1, 1, 0, 0)
 
 
 # Columns travel as float32, where smaller values would vanish or blow up: a greedy row, the most likely token alone and
@@ -28,32 +32,48 @@ class SlotTable:
     """Per-slot columns. Row `max_sequences` is scratch, as on the device.
 
     Attributes:
-        counts: int32 [6, rows], the six columns below (they are views of it).
+        counts: int32 [rows, 6], the six columns below (they are views of it).
         computed: tokens whose cache entries exist or are being written by plans in flight.
         committed: the same without plans in flight.
         known: prompt and output tokens the host knows.
         pending: tokens that plans in flight will emit.
         in_flight: plans in flight that hold a row of the slot.
         outputs, min_outputs, max_outputs: output tokens so far and their bounds.
+        columns: int32 [SEQUENCE_COLUMNS, rows], what a decode plan says of each slot; those of scratch are padding.
     """
 
     def __init__(self, max_sequences: int) -> None:
         rows = max_sequences + 1
         self._free = list(range(max_sequences - 1, -1, -1))
         self.requests: list[Request | None] = [None] * rows
-        self.counts = np.zeros((6, rows), np.int32)
-        self.computed, self.pending, self.in_flight, self.committed, self.known, self.outputs = self.counts
+        self.counts = np.zeros((rows, 6), np.int32)
+        changes: tuple[tuple[int, ...], ...] = (ACCEPTED, COMMITTED)
+        self._changes = {change: np.tile(np.array(change, np.int32), rows) for change in changes}
+        self.computed, self.pending, self.in_flight, self.committed, self.known, self.outputs = self.counts.T
         self.min_outputs = np.zeros(rows, np.int32)
         self.max_outputs = np.zeros(rows, np.int32)
         self.last_token = np.zeros(rows, np.int32)
         self.last_step = np.zeros(rows, np.int64)
         self.last_token_s = np.zeros(rows, np.float64)
         self.stop_ids = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
-        self.flags = np.zeros(rows, np.int32)
+        self.columns = np.zeros((len(SEQUENCE_COLUMNS), rows), np.int32)
+        named = dict(zip(SEQUENCE_COLUMNS, self.columns, strict=True))
+        named["slots"][:], named["next_token"][:] = np.arange(rows), -1
+        self.flags = named["row_flags"]
         self.top_logprobs = np.zeros(rows, np.int32)
         self.constrained = np.zeros(rows, np.bool_)
-        self.sampling = {name: np.zeros(rows, np.int32) for name in ("top_k", "seed_low", "seed_high")}
-        self.sampling |= {name: np.zeros(rows, np.float32) for name in SEQUENCE_FLOATS}
+        self.sampling = {name: named[name] for name in ("top_k", "seed_low", "seed_high")}
+        self.sampling |= {name: named[name].view(np.float32) for name in SEQUENCE_FLOATS}
+
+    def add(self, rows: LiveRows, change: tuple[int, ...]) -> None:
+        """Adds ACCEPTED or COMMITTED to the counts of the rows' slots."""
+        values = self._changes[change]
+        if rows.runs is None:
+            self.counts[rows.slots] += values[:6]
+            return
+        for run in rows.runs:  # each one piece of memory
+            part = self.counts[run].reshape(-1)
+            part += values[: len(part)]
 
     @property
     def free(self) -> int:

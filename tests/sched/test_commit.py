@@ -39,7 +39,7 @@ def plan_of(sequences: int) -> BatchPlan:
 def check(tokens: Any, indptr: Any, emits: list[bool] | None = None, vocab_size: int = 100) -> tuple[list[int], ...]:
     marks = None if emits is None else np.array(emits)
     sequences = len(emits) if emits is not None else len(indptr) - 1
-    chosen, rows = check_output(plan_of(sequences), ForwardOutput(tokens, indptr), marks, vocab_size)
+    chosen, rows, _ = check_output(plan_of(sequences), ForwardOutput(tokens, indptr), marks, vocab_size)
     assert chosen.dtype == np.int32 and rows.dtype == np.int64
     return chosen.tolist(), rows.tolist()
 
@@ -221,8 +221,8 @@ def check_row(row: Any, width: int | None) -> None:
 def test_faults_are_told_from_ids_in_every_signed_dtype(dtype: type) -> None:
     faults = [int(RowFault.NO_TOKEN), 5, int(RowFault.NOT_FINITE)]
     tokens = np.array(faults, dtype)
-    chosen, _ = check_output(plan_of(3), ForwardOutput(tokens, np.arange(4)), None, 100)
-    assert chosen.tolist() == faults
+    chosen, _, has_faults = check_output(plan_of(3), ForwardOutput(tokens, np.arange(4)), None, 100)
+    assert chosen.tolist() == faults and has_faults
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resin import CacheGroup, Engine, FinishedEvent, FinishReason, InvalidRequest, RunnerConfig, SamplingParams
-from resin.sched.cache import CacheManager
-from resin.sched.scheduler import OutOfPages
+from resin.sched.cache import CacheManager, OutOfPages
 from tests.fakes import (
     VOCAB,
     OverlapFake,

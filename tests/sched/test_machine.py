@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from resin import BatchPlan, CacheGroup, Engine, FinishReason, PlanRejected, Policy, Request, RowFault, SamplingParams
+from resin.plan import NOBODY
 from resin.sched.commit import NoToken
 from resin.sched.request import RequestState
 from tests.fakes import (
@@ -119,6 +120,8 @@ class Driver:
         """The plan's page rows and destinations are exactly what the requests lease at this moment."""
         rows = {request.id: request for request in self.engine.scheduler.running()}
         for row, request_id in enumerate(plan.request_ids):
+            if request_id == NOBODY:
+                continue
             lease = rows[request_id].lease
             assert lease is not None
             paged, rings = iter(lease.rows), iter(lease.states)

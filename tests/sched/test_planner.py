@@ -20,6 +20,7 @@ from resin import (
     StateGroup,
     WindowGroup,
 )
+from resin.plan import NOBODY
 from resin.plan.layout import SEQUENCE_FLOATS
 from tests.fakes import (
     VOCAB,
@@ -63,12 +64,15 @@ class Oracle:
 
     def check(self, plan: BatchPlan) -> None:
         count, tokens = len(plan.request_ids), plan.num_tokens
-        requests = [self.requests[number] for number in plan.request_ids]
-        assert plan.num_sequences == count and len(set(plan.request_ids)) == count
+        live = [(row, self.requests[number]) for row, number in enumerate(plan.request_ids) if number != NOBODY]
+        requests = [request for _, request in live]
+        assert plan.num_sequences == count and len(set(requests)) == len(requests) and live[-1][0] == count - 1
+        assert len(requests) == count or (plan.phase is Phase.DECODE and self.config.buckets)
         assert plan.step == len(self.kept)
         top, every_flag = 0, 0
         place = 0
-        for row, request in enumerate(requests):
+        for row, request in live:
+            place += row - place if plan.phase is Phase.DECODE else 0
             start = self.computed.setdefault(request.id, request.prefix_hit_tokens)
             stop = start + int(plan.query_indptr[row + 1] - plan.query_indptr[row])
             assert plan.query_indptr[row] == place and stop > start
@@ -91,7 +95,7 @@ class Oracle:
         assert place == tokens
         assert plan.column("header").tolist() == [count, tokens, int(every_flag), top]
         self.check_padding(plan)
-        self.check_extras(plan, requests)
+        self.check_extras(plan, live)
         self.kept.append((plan, plan.buffer.tobytes()))
 
     def flags(self, plan: BatchPlan, request: Request, start: int, stop: int) -> tuple[RowFlag, int]:
@@ -150,7 +154,7 @@ class Oracle:
             origin = int(group.first_position[row])
             if plan.phase is Phase.PREFILL:
                 assert origin == max(held.first, first) * span
-            else:  # rows of a cohort are read again when they grow
+            else:  # page rows are written again when they grow
                 assert origin % span == 0 and held.first * span <= origin <= first * span
             assert pages == [held.at(logical) for logical in range(origin // span, -(-stop // span))]
             for i, position in enumerate(range(start, stop), int(plan.query_indptr[row])):
@@ -160,6 +164,10 @@ class Oracle:
 
     def check_padding(self, plan: BatchPlan) -> None:
         count, tokens = plan.num_sequences, plan.num_tokens
+        empty = [row for row, number in enumerate(plan.request_ids) if number == NOBODY]
+        assert (plan.slots[empty] == self.config.max_sequences).all() and (plan.next_token[empty] == -1).all()
+        for name in ("seq_lens", "row_flags", "top_k", "seed_low", "seed_high", *SEQUENCE_FLOATS):
+            assert not plan.column(name)[empty].any(), name
         assert len(plan.token_ids) == plan.bucket.tokens and len(plan.slots) == plan.bucket.sequences
         assert not plan.token_ids[tokens:].any() and not plan.positions[tokens:].any()
         assert (plan.query_indptr[count:] == tokens).all()
@@ -178,10 +186,10 @@ class Oracle:
             live = group.page_ids[: group.page_indptr[count]]
             assert (live > 0).all(), "scratch is nobody's page"
 
-    def check_extras(self, plan: BatchPlan, requests: list[Request]) -> None:
+    def check_extras(self, plan: BatchPlan, requests: list[tuple[int, Request]]) -> None:
         loads = {load.slot: load for load in plan.slot_loads}
         masked = False
-        for row, request in enumerate(requests):
+        for row, request in requests:
             flags, params = plan.row_flags[row], request.params
             load = loads.pop(request.slot, None)
             wanted = params.has_penalties or params.logit_bias or params.min_output_tokens
@@ -194,7 +202,7 @@ class Oracle:
             masked |= bool(flags & RowFlag.MASK)
             if plan.allowed_masks is not None:
                 bits = np.unpackbits(plan.allowed_masks[row].view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
-                want = np.ones(VOCAB, bool)
+                want = np.zeros(VOCAB, bool)
                 if flags & RowFlag.MASK and params.allowed_tokens is not None:
                     answer = params.allowed_tokens(request.output_ids)
                     assert answer is not None
@@ -242,7 +250,7 @@ def test_every_column(mix: str, runner_class: type[PagedFake], prefix_cache: boo
             assert not plan.buffer.flags.writeable
 
 
-def test_plans_of_a_sticky_cohort_own_their_buffers() -> None:
+def test_consecutive_plans_own_their_buffers() -> None:
     runner = OverlapFake(fake_config((history_group(),)))
     with Engine(runner) as engine:
         for i in range(4):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from resin import BatchPlan, Bucket, Engine, SamplingParams, WindowGroup
-from resin.sched.cohort import Cohort
-from resin.sched.decode import DecodeImage
+from resin.sched.image import DecodeImage
+from resin.sched.rows import DecodeRows
 from tests.fakes import OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
 
 RUNNERS = pytest.mark.parametrize("runner_class", [PagedFake, OverlapFake], ids=["sync", "overlap"])
@@ -43,18 +43,18 @@ def check_same(plan: BatchPlan, fresh: np.ndarray) -> None:
 
 def watch(engine: Engine) -> list[int]:
     """Compares every decode plan of the engine; returns a list that gets the rows of each patched one."""
-    planner, table = engine.scheduler.planner, engine.scheduler.table
+    planner = engine.scheduler.planner
     plan_decode, patched = planner.plan_decode, []
 
-    def compare(step: int, bucket: Bucket, cohort: Cohort, growing: list[list[int]], masks: Any) -> BatchPlan:
-        other = Cohort(list(cohort.requests), table)
-        columns = planner._decode_columns(bucket)
-        fresh = DecodeImage(bucket, columns, other, table).write_next(growing, engine.config.max_sequences)
-        is_patch = cohort.image is not None and cohort.image.bucket is bucket
-        plan = plan_decode(step, bucket, cohort, growing, masks)
+    def compare(step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: Any) -> BatchPlan:
+        short, dirty, changed = set(rows.short), set(rows.dirty), set(rows.changed)
+        fresh = DecodeImage(bucket, planner._decode_columns(bucket), rows).write_next(growing)
+        rows.short, rows.dirty, rows.changed = short, dirty, changed
+        is_patch = planner.image is not None and planner.image.bucket is bucket
+        plan = plan_decode(step, bucket, rows, growing, masks)
         check_same(plan, fresh)
         if is_patch:
-            patched.append(len(cohort))
+            patched.append(len(rows.live()))
         return plan
 
     planner.plan_decode = compare  # type: ignore[method-assign]
@@ -72,8 +72,14 @@ def test_patched_plans_equal_fresh_ones(groups: str, prefix_cache: bool, runner_
         shared = rng.integers(0, 250, 40)
         for i, size in enumerate((3, 38, 17, 40, 40, 38, 1, 25)):
             stops = tuple(rng.integers(0, 250, i % 3).tolist())
+            mask = (lambda output: None) if i == 4 else None
             params = SamplingParams(
-                max_output_tokens=60 + i, temperature=0.5 * (i % 2), top_k=i, stop_token_ids=stops, min_output_tokens=i
+                allowed_tokens=mask,
+                max_output_tokens=60 + i,
+                temperature=0.5 * (i % 2),
+                top_k=i,
+                stop_token_ids=stops,
+                min_output_tokens=i,
             )
             engine.submit(shared[:size], sampling_params=params)
         while engine.has_work():

@@ -1,0 +1,352 @@
+"""Buffers of consecutive decode plans: each is the one before with what a step changes written over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from resin.plan import Bucket, CacheGroup, GroupGeometry, PlanLayout, RowFlag, StateGroup
+from resin.plan.layout import SEQUENCE_COLUMNS
+from resin.sched.lease import PagedGroup, StateRing
+from resin.sched.rows import DecodeRows
+
+_FROM_SLOT = int(RowFlag.FROM_SLOT)
+_NO_PAGES = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedColumns:
+    """Offsets in the buffer of a History or Window group's columns."""
+
+    group: PagedGroup
+    tokens_per_entry: int
+    page_entries: int
+    indptr: int
+    first_position: int
+    append_pages: int
+    append_offsets: int
+    ids: int
+    ids_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StateColumns:
+    input: int
+    output: int
+    pages: int
+
+
+class DecodeColumns:
+    """Where the columns of one bucket lie, as plain numbers. Page ids come last, what rises by one a step first."""
+
+    def __init__(
+        self, layout: PlanLayout, specs: Sequence[tuple[CacheGroup, GroupGeometry]], groups: Sequence[PagedGroup]
+    ) -> None:
+        at = {name: column.offset for name, column in layout.by_name.items()}
+        self.layout = layout
+        self.rising_stop = at["token_ids"]
+        self.positions, self.seq_lens, self.token_ids = at["positions"], at["seq_lens"], at["token_ids"]
+        self.query_indptr, self.row_flags = at["query_indptr"], at["row_flags"]
+        self.sequence_columns = at[SEQUENCE_COLUMNS[0]]
+        self.paged: list[_PagedColumns] = []
+        self.states: list[_StateColumns] = []
+        remaining = iter(groups)
+        for spec, fill in specs:
+            name = spec.name
+            if isinstance(spec, StateGroup):
+                places = at[f"input_pages:{name}"], at[f"output_pages:{name}"]
+                self.states.append(_StateColumns(*places, fill.pages_per_state))
+                continue
+            ids = layout.by_name[f"page_ids:{name}"]
+            columns = _PagedColumns(
+                group=next(remaining),
+                tokens_per_entry=spec.tokens_per_entry,
+                page_entries=fill.page_entries,
+                indptr=at[f"page_indptr:{name}"],
+                first_position=at[f"first_position:{name}"],
+                append_pages=at[f"append_pages:{name}"],
+                append_offsets=at[f"append_offsets:{name}"],
+                ids=ids.offset,
+                ids_stop=ids.offset + ids.length,
+            )
+            self.paged.append(columns)
+        self.head_stop = min((group.ids for group in self.paged), default=layout.words)
+
+
+class DecodeImage:
+    """The latest buffer of the decode rows in one bucket. `write_next` makes a new one; none is changed afterwards.
+
+    Attributes:
+        totals: pages of each paged group in the latest buffer.
+    """
+
+    def __init__(self, bucket: Bucket, columns: DecodeColumns, rows: DecodeRows) -> None:
+        self.bucket = bucket
+        self.layout = columns.layout
+        self.totals = [0] * len(columns.paged)
+        self._columns = columns
+        self._rows = rows
+        self._with_ids: set[int] = set()  # live rows of the latest buffer that did not take their token from their slot
+        self._top = 0
+        self._rise = np.zeros(columns.rising_stop, np.int32)
+        self._buffer: np.ndarray | None = None
+
+    def write_next(self, growing: Sequence[list[int]]) -> np.ndarray:
+        """int32 [layout.words]: the buffer of the rows' next plan.
+
+        Args:
+            growing: for each paged group the places whose rows start a page with this plan.
+        """
+        rows, columns = self._rows, self._columns
+        latest, width = self._buffer, self.bucket.sequences
+        dirty = {place for place in rows.dirty if place < width}
+        if latest is None:
+            changed = set(range(rows.top))
+            buffer = self._write_all()
+        else:
+            changed = {place for place in rows.changed if place < width}
+            buffer = self._copy(latest)
+            for place in changed:
+                self._write_place(buffer, place)
+            if changed:
+                self._write_top(buffer)
+            self._patch_pages(buffer, latest, growing, changed | dirty)
+        if columns.states:
+            for place in changed | dirty:
+                self._write_states(buffer, place)
+        for index, group in enumerate(columns.paged):
+            if group.tokens_per_entry > 1:
+                self._fill_compressed(buffer, index, group)
+        self._write_tokens(buffer, changed)
+        rows.dirty.clear()
+        rows.changed.clear()
+        self._buffer = buffer
+        return buffer
+
+    def pages_next(self, growing: Sequence[list[int]]) -> list[int]:
+        """Pages of each paged group in the buffer of the next plan, at most (Window rows may have fewer)."""
+        rows, latest = self._rows, self._buffer
+        assert latest is not None
+        if not rows.changed:
+            return [total + len(starting) for total, starting in zip(self.totals, growing, strict=True)]
+        totals = []
+        for index, (group, starting, total) in enumerate(zip(self._columns.paged, growing, self.totals, strict=True)):
+            total += len(starting)
+            for place in rows.changed:
+                if place < self.bucket.sequences:
+                    total -= int(latest[group.indptr + place + 1] - latest[group.indptr + place])
+                lease = rows.leases[place]
+                if lease is not None:
+                    total += len(lease.rows[index].view(self._first_page(index, group, place)))
+            totals.append(total)
+        return totals
+
+    # -- places that came, went, paused or resumed --------------------------------------------------------------
+
+    def _copy(self, latest: np.ndarray) -> np.ndarray:
+        columns = self._columns
+        buffer = np.empty(columns.layout.words, np.int32)
+        buffer[: columns.head_stop] = latest[: columns.head_stop]
+        rising = buffer[: columns.rising_stop]
+        rising += self._rise
+        return buffer
+
+    def _write_all(self) -> np.ndarray:
+        """A buffer made from nothing."""
+        rows, columns, width = self._rows, self._columns, self.bucket.sequences
+        buffer = np.zeros(columns.layout.words, np.int32)
+        self._block(buffer)[:] = rows.table.columns[:, rows.slots[:width]]
+        self._write_top(buffer)
+        top = self._top
+        live = rows.marks[:top] != 0
+        positions = np.where(live, [rows.position(place) for place in range(top)], 0)
+        rising = [(columns.positions, positions), (columns.seq_lens, positions + live)]
+        whole = [group for group in columns.paged if group.tokens_per_entry == 1]
+        rising += [(group.append_offsets, positions % group.page_entries) for group in whole]
+        for start, values in rising:
+            buffer[start : start + top] = values
+            self._rise[start : start + top] = live
+        for index, group in enumerate(columns.paged):
+            self._write_all_pages(buffer, index, group)
+        return buffer
+
+    def _write_place(self, buffer: np.ndarray, place: int) -> None:
+        """What does not depend on pages, of a row that came or resumed, or of the padding in place of one that went."""
+        rows, columns, rise = self._rows, self._columns, self._rise
+        self._block(buffer)[:, place] = rows.table.columns[:, rows.slots[place]]
+        live = rows.is_live(place)
+        position = rows.position(place) if live else 0
+        buffer[columns.token_ids + place] = 0
+        buffer[columns.positions + place] = position
+        buffer[columns.seq_lens + place] = position + live
+        rise[columns.positions + place] = rise[columns.seq_lens + place] = live
+        for group in columns.paged:
+            is_whole = group.tokens_per_entry == 1
+            buffer[group.append_offsets + place] = position % group.page_entries if is_whole else 0
+            rise[group.append_offsets + place] = live and is_whole
+
+    def _block(self, buffer: np.ndarray) -> np.ndarray:
+        """int32 [SEQUENCE_COLUMNS, sequences] view."""
+        width, start = self.bucket.sequences, self._columns.sequence_columns
+        return buffer[start : start + len(SEQUENCE_COLUMNS) * width].reshape(-1, width)
+
+    def _write_top(self, buffer: np.ndarray) -> None:
+        """What follows from the number of places in use, and from who is in them."""
+        rows, width = self._rows, self.bucket.sequences
+        self._top = top = rows.top
+        buffer[:2] = top
+        buffer[3] = rows.live().top_logprobs
+        start = self._columns.query_indptr
+        if buffer[start + width] != top:
+            buffer[start : start + top] = np.arange(top)
+            buffer[start + top : start + width + 1] = top
+
+    def _write_states(self, buffer: np.ndarray, place: int) -> None:
+        lease = self._rows.leases[place]
+        for index, states in enumerate(self._columns.states):
+            at, pages = place * states.pages, states.pages
+            source = target = [0] * pages
+            if lease is not None:
+                source, target = self._state_pages(lease.states[index], place)
+            buffer[states.input + at : states.input + at + pages] = source
+            buffer[states.output + at : states.output + at + pages] = target
+
+    def _state_pages(self, ring: StateRing, place: int) -> tuple[list[int], list[int]]:
+        """A row whose state moves to new pages with this plan reads the checkpoint just sealed."""
+        assert ring.current is not None
+        if ring.held and ring.held[-1][0] == self._rows.position(place):
+            return ring.held[-1][1], ring.current
+        return ring.current, ring.current
+
+    # -- page rows ----------------------------------------------------------------------------------------------
+
+    def _write_all_pages(self, buffer: np.ndarray, index: int, group: _PagedColumns) -> None:
+        rows, top = self._rows, self._rows.top
+        firsts = [self._first_page(index, group, place) for place in range(top)]
+        views = [self._pages(index, place, first) for place, first in enumerate(firsts)]
+        ends = np.add.accumulate([len(view) for view in views])
+        total = self.totals[index] = int(ends[-1])
+        buffer[group.indptr + 1 : group.indptr + 1 + top] = ends
+        buffer[group.indptr + 1 + top : group.indptr + 1 + self.bucket.sequences] = total
+        np.concatenate(views, out=buffer[group.ids : group.ids + total])
+        buffer[group.append_pages : group.append_pages + top] = np.where(
+            rows.marks[:top] != 0, buffer[ends + (group.ids - 1)], 0
+        )
+        if group.group.window_tokens:
+            buffer[group.first_position : group.first_position + top] = np.multiply(firsts, group.group.span_tokens)
+
+    def _patch_pages(
+        self, buffer: np.ndarray, latest: np.ndarray, growing: Sequence[list[int]], others: set[int]
+    ) -> None:
+        for index, (group, starting) in enumerate(zip(self._columns.paged, growing, strict=True)):
+            changed = sorted({*starting, *others}) if others else starting
+            if changed:
+                self._patch_rows(buffer, latest, index, group, changed)
+            else:
+                buffer[group.ids : group.ids_stop] = latest[group.ids : group.ids_stop]
+            if group.tokens_per_entry == 1:
+                for place in starting:
+                    buffer[group.append_offsets + place] = 0
+
+    def _patch_rows(
+        self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, changed: list[int]
+    ) -> None:
+        """Page ids with the changed rows (rising) replaced, and what follows from their new lengths."""
+        rows, windowed, ids = self._rows, group.group.window_tokens, group.ids
+        indptr, append_pages = group.indptr, group.append_pages
+        indptr_stop = indptr + self.bucket.sequences + 1
+        read = write = ids
+        shift = 0  # of the row ends behind the rows done so far
+        for place in changed:
+            lease = rows.leases[place]
+            if lease is None:
+                first, pages = 0, _NO_PAGES
+            else:
+                first = self._first_page(index, group, place) if windowed else 0
+                pages = lease.rows[index].view(first)
+            start, stop = ids + int(latest[indptr + place]), ids + int(latest[indptr + place + 1])
+            if start > read:
+                buffer[write : write + start - read] = latest[read:start]
+                write += start - read
+            buffer[write : write + len(pages)] = pages
+            write += len(pages)
+            read = stop
+            if write - read != shift:
+                buffer[indptr + place + 1 : indptr_stop] += write - read - shift
+                shift = write - read
+            buffer[append_pages + place] = pages[-1] if len(pages) else 0
+            if windowed:
+                buffer[group.first_position + place] = first * group.group.span_tokens
+        stop = ids + self.totals[index]
+        buffer[write : write + stop - read] = latest[read:stop]
+        write += stop - read
+        buffer[write : group.ids_stop] = 0
+        self.totals[index] = write - ids
+
+    def _pages(self, index: int, place: int, first: int) -> np.ndarray:
+        """The page row as the next token sees it; none where no row is live."""
+        lease = self._rows.leases[place]
+        return lease.rows[index].view(first) if lease is not None else _NO_PAGES
+
+    def _first_page(self, index: int, group: _PagedColumns, place: int) -> int:
+        """Logical index of the first page that the row's next token sees; the row may hold older ones for a while."""
+        lease = self._rows.leases[place]
+        if not group.group.window_tokens or lease is None:
+            return 0
+        return max(lease.rows[index].first, group.group.first_needed(self._rows.position(place)))
+
+    # -- every plan ---------------------------------------------------------------------------------------------
+
+    def _fill_compressed(self, buffer: np.ndarray, index: int, group: _PagedColumns) -> None:
+        """Append places of a group whose entries take several tokens: only the token that completes one has a place."""
+        rows, top, ratio = self._rows, self._top, group.tokens_per_entry
+        positions = buffer[self._columns.positions : self._columns.positions + top]
+        complete = (rows.marks[:top] != 0) & ((positions + 1) % ratio == 0)
+        tails = [0 if lease is None else lease.rows[index].last_page for lease in rows.leases[:top]]
+        buffer[group.append_pages : group.append_pages + top] = np.where(complete, tails, 0)
+        offsets = positions // ratio % group.page_entries
+        buffer[group.append_offsets : group.append_offsets + top] = np.where(complete, offsets, 0)
+
+    def _write_tokens(self, buffer: np.ndarray, changed: set[int]) -> None:
+        """Token ids and flags.
+
+        Rows that were in the latest plan have their tokens in their slots as long as it is in flight, and were written
+        so then: what came, and what has taken its token from the plan so far, is left.
+        """
+        rows, table, columns, top = self._rows, self._rows.table, self._columns, self._top
+        stays = next((place for place in range(top) if rows.marks[place] and place not in changed), None)
+        if stays is None or rows.short or len(changed) > top // 2 or not table.pending[rows.slots[stays]]:
+            self._write_all_tokens(buffer)
+            return
+        late = {place for place in self._with_ids | changed if place < top}
+        for place in late:
+            slot = rows.slots[place]
+            pending = bool(table.pending[slot])
+            flags = table.flags[slot] | rows.marks[place]
+            buffer[columns.row_flags + place] = flags | _FROM_SLOT if pending else flags
+            buffer[columns.token_ids + place] = 0 if pending else table.last_token[slot]
+            if pending or not rows.marks[place]:
+                self._with_ids.discard(place)
+            else:
+                self._with_ids.add(place)
+        self._with_ids.intersection_update(late)
+        if late or changed:
+            buffer[2] = np.bitwise_or.reduce(buffer[columns.row_flags : columns.row_flags + top])
+
+    def _write_all_tokens(self, buffer: np.ndarray) -> None:
+        rows, table, columns, top = self._rows, self._rows.table, self._columns, self._top
+        placed, live = rows.live(), rows.marks[:top] != 0
+        slots = placed.index if placed.emits is None else rows.slots[:top]
+        pending = table.pending[slots] > 0
+        flags = table.flags[slots] | rows.marks[:top]
+        flags[pending] |= RowFlag.FROM_SLOT
+        if rows.short:
+            outputs = table.outputs[slots] + table.pending[slots]
+            flags[outputs < table.min_outputs[slots]] |= RowFlag.SUPPRESS_STOP
+            rows.short.difference_update(np.flatnonzero(live & (outputs >= table.min_outputs[slots])).tolist())
+        buffer[2] = np.bitwise_or.reduce(flags)
+        buffer[columns.row_flags : columns.row_flags + top] = flags
+        buffer[columns.token_ids : columns.token_ids + top] = np.where(pending, 0, table.last_token[slots])
+        self._with_ids = set(np.flatnonzero(live & ~pending).tolist())
