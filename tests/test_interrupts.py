@@ -203,8 +203,10 @@ def run_with_a_press(line: int) -> tuple[int, int]:
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        while not requests or engine.has_work():
+        while True:
             try:
+                if requests and not engine.has_work():
+                    break
                 if not requests:
                     requests.append(engine.submit(PROMPT, sampling_params=GREEDY))
                 engine.step()
