@@ -18,6 +18,7 @@ from resin.pallas_kernels.experts_mxfp4 import FragmentTiles, SortedRows, packed
 from resin.pallas_kernels.experts_mxfp4_sorted import SORTED, packed_sorted_product
 from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.mxfp4 import TILE_ROWS, PackedMatrices, unpack_matrices
+from resin.pallas_kernels.route import NormedRows
 
 FEW_PAIRS = 512  # most that the first way takes
 
@@ -56,7 +57,7 @@ def packed_expert_ffn(
     up_bias, down_bias = biases or (None, None)
     if tokens * choices > FEW_PAIRS:
         lists = sort_pairs(expert_ids.reshape(-1), gate_up.words.shape[0], SORTED.pairs)
-        x = x if factor is None else (x.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
+        x = NormedRows(x, factor).whole()
         inner = packed_sorted_product(x, gate_up, lists, choices, gate=gate, bias=up_bias, interpret=interpret)
         out = packed_sorted_product(inner, down, lists, 1, bias=down_bias, interpret=interpret)
         parts = out.reshape(tokens, choices, -1)
