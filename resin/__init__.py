@@ -27,6 +27,7 @@ from resin.plan import (
     WindowGroup,
     plan_geometry,
 )
+from resin.sched.keys import MediaSpan
 from resin.sched.policy import Policy
 from resin.sched.prefix import PrefixAudit
 from resin.sched.request import FinishReason, Request, RequestFailed
@@ -46,6 +47,7 @@ __all__ = [
     "ForwardOutput",
     "HistoryGroup",
     "InvalidRequest",
+    "MediaSpan",
     "OverlapRunner",
     "Phase",
     "PlanRejected",

@@ -34,6 +34,7 @@ from resin.plan import (
 from resin.record import PlanRecorder
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit
+from resin.sched.keys import MediaSpan, check_media, prompt_keys
 from resin.sched.policy import Policy
 from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
 from resin.sched.scheduler import Scheduler
@@ -156,6 +157,7 @@ class Engine:
         priority: float = 0,
         deadline_s: float | None = None,
         cache_salt: str = "",
+        media: Sequence[MediaSpan] = (),
     ) -> Request:
         """Queues a request.
 
@@ -165,6 +167,7 @@ class Engine:
             priority: higher runs first; one level is worth `policy.aging_s` seconds of waiting.
             deadline_s: seconds from now after which the request ends with what it has.
             cache_salt: requests with different salts never share cached prefixes.
+            media: what the placeholders of the prompt stand for; prefixes with different contents are different.
 
         Raises:
             InvalidRequest: with the field, the value and the allowed range; nothing was queued.
@@ -181,6 +184,7 @@ class Engine:
         elif params.allowed_tokens is not None:
             raise InvalidRequest("allowed_tokens", params.allowed_tokens, "None: the runner declares no vocab_size")
         check_terms(priority, deadline_s, cache_salt)
+        spans = check_media(media, len(prompt))
         now = self._clock()
         request = Request(
             id=self._next_id,
@@ -190,6 +194,7 @@ class Engine:
             max_outputs=min(params.max_output_tokens, self.context_length - len(prompt)),
             priority=float(priority),
             cache_salt=cache_salt,
+            prompt_keys=prompt_keys(prompt, spans) if spans else None,
             submitted_s=now,
             deadline_at_s=None if deadline_s is None else now + deadline_s,
         )

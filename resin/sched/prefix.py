@@ -1,4 +1,4 @@
-"""The prefix trie: which pages hold which exact token ids, for reuse across requests.
+"""The prefix trie: which pages hold which exact tokens, told apart by their key ids, for reuse across requests.
 
 A node stands for one aligned span of tokens below its parent. It holds the History pages of that span and, as far as
 they still exist, what a request needs to resume at its end: the last Window pages and a State checkpoint. All pages of
@@ -79,12 +79,12 @@ LEAF, RESUME = 0, 1
 
 
 class PrefixTrie:
-    """Nodes by exact token ids, one root a salt, with least-recently-used eviction.
+    """Nodes by exact key ids, one root a salt, with least-recently-used eviction.
 
     Args:
         is_leased: tells whether a live request uses a page.
         withdraw: takes pages back into the pool; live readers go on reading them.
-        page_bytes: size of the token ids of the smallest page, by which nodes are fingerprinted.
+        page_bytes: size of the key ids of the smallest page, by which nodes are fingerprinted.
     """
 
     def __init__(

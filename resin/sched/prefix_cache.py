@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from resin.plan import CacheGeometry
+from resin.sched.keys import KEY_BYTES
 from resin.sched.lease import CacheLease, PagedGroup, PageRow
 from resin.sched.pool import PagePool
 from resin.sched.prefix import PrefixAudit, PrefixNode, PrefixTrie, SeenPages
@@ -39,7 +40,7 @@ class PrefixCache:
         self.checkpoint_tokens = geometry.checkpoint_tokens
         self.unit_tokens = min((group.span_tokens for group in paged), default=geometry.align_tokens)
         self.pool = pool
-        self.trie = PrefixTrie(pool.is_leased, pool.withdraw, 4 * self.unit_tokens)
+        self.trie = PrefixTrie(pool.is_leased, pool.withdraw, KEY_BYTES * self.unit_tokens)
         self.seen = SeenPages()
         self._history = [i for i, group in enumerate(paged) if not group.window_tokens]
         self._windows = [i for i, group in enumerate(paged) if group.window_tokens]
@@ -53,20 +54,20 @@ class PrefixCache:
         """
         if not self.enabled:
             return CacheLease.empty(len(self.paged), len(self.state_pages))
-        tokens = request.all_ids()
-        raw = tokens.tobytes()
-        limit = (len(tokens) - 1) // self.align_tokens
+        known = request.num_tokens
+        raw = request.key_ids(0, known).tobytes()
+        limit = (known - 1) // self.align_tokens
         if request.params.prompt_logprobs is not None and not request.output_ids:
             path: list[PrefixNode] = []
         else:
-            path = self.trie.walk(request.cache_salt, raw, 4 * self.align_tokens, limit)
+            path = self.trie.walk(request.cache_salt, raw, KEY_BYTES * self.align_tokens, limit)
         depth, losses = self._resumable_depth(path)
         lease = self._lease_path(request.cache_salt, path[:depth])
         if request.prefix_audit is None:
             assert lease.node is not None
             hit, unit = lease.published_tokens, self.unit_tokens
-            rest = raw[4 * hit : 4 * ((len(tokens) - 1) // unit * unit)]
-            seen = self.seen.count_leading(lease.node.fingerprints[-1], rest, 4 * unit)
+            rest = raw[KEY_BYTES * hit : KEY_BYTES * ((known - 1) // unit * unit)]
+            seen = self.seen.count_leading(lease.node.fingerprints[-1], rest, KEY_BYTES * unit)
             ceiling = max(hit + seen * unit, len(path) * self.align_tokens)
             request.prefix_audit = self._audit(request, len(path), depth, losses, ceiling)
         return lease
@@ -171,14 +172,14 @@ class PrefixCache:
         if lease.node is None or position - lease.published_tokens < span:
             return False
         first, last = lease.published_tokens, position // span * span
-        raw = request.token_slice(first, last).tobytes()
+        raw = request.key_ids(first, last).tobytes()
         node = lease.node
         assert node is not None
         if not node.alive:
             node = self._rebuild_path(request, first)
         replaced = False
         for start in range(first, last, span):
-            key = raw[4 * (start - first) : 4 * (start - first + span)]
+            key = raw[KEY_BYTES * (start - first) : KEY_BYTES * (start - first + span)]
             child = node.children.get(key)
             if child is None:
                 child = self._publish_new(node, key, lease, start)
@@ -194,7 +195,7 @@ class PrefixCache:
         """Nodes without pages down to `position`: only models without History can lose a live request's path."""
         assert not self._history or position == 0
         node = self.trie.root(request.cache_salt)
-        raw, step = request.token_slice(0, position).tobytes(), 4 * self.align_tokens
+        raw, step = request.key_ids(0, position).tobytes(), KEY_BYTES * self.align_tokens
         for offset in range(0, len(raw), step):
             key = raw[offset : offset + step]
             node = node.children.get(key) or self.trie.add(node, key, [])

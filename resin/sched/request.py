@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from resin.plan import InvalidRequest, ResinError, SamplingParams
+from resin.sched.keys import KEY_DTYPE
 
 if TYPE_CHECKING:
     from resin.sched.lease import CacheLease
@@ -64,6 +65,7 @@ class Request:
         prompt_ids: int32 [P], read-only.
         params: the sampling policy.
         seed: the 64-bit seed in use, drawn at submission if the policy has none.
+        prompt_keys: int64 [P], read-only, by which the prefix cache knows the prompt; None: by its ids.
         output_ids: tokens generated so far, a stop token included.
         prefix_audit: what the prefix cache gave at the first admission, None before it or without a cache.
     """
@@ -75,6 +77,7 @@ class Request:
     max_outputs: int  # params.max_output_tokens, cut to the room that the context leaves
     priority: float = 0.0
     cache_salt: str = ""
+    prompt_keys: np.ndarray | None = None
     submitted_s: float = 0.0
     deadline_at_s: float | None = None
     state: RequestState = RequestState.QUEUED
@@ -118,6 +121,14 @@ class Request:
             return self.prompt_ids[start:stop]
         output = np.asarray(self.output_ids[max(start - prompt, 0) : stop - prompt], np.int32)
         return output if start >= prompt else np.concatenate([self.prompt_ids[start:], output])
+
+    def key_ids(self, start: int, stop: int) -> np.ndarray:
+        """int64 keys of tokens `[start, stop)` of prompt and output: what the prefix cache compares."""
+        keys = self.token_slice(start, stop).astype(KEY_DTYPE)
+        if self.prompt_keys is not None:
+            known = self.prompt_keys[start:stop]
+            keys[: len(known)] = known
+        return keys
 
     def take_result(self) -> list[int]:
         """The generated ids of a finished request.

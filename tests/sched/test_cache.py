@@ -12,6 +12,7 @@ import pytest
 
 from resin import BatchPlan, CacheGroup, Engine, ForwardOutput, PrefixAudit, Request, SamplingParams
 from resin.sched.cache import CacheManager, Reservation
+from resin.sched.keys import KEY_BYTES, KEY_DTYPE
 from resin.sched.lease import PagedGroup
 from resin.sched.prefix import PrefixNode
 from tests.fakes import (
@@ -183,9 +184,9 @@ def test_two_that_compute_the_same_prefix_at_once_end_up_sharing(mix: str, runne
 
 def path_of(engine: Engine, prompt: list[int]) -> list[PrefixNode]:
     cache = engine.scheduler.cache
-    raw = np.asarray(prompt, np.int32).tobytes()
+    raw = np.asarray(prompt, KEY_DTYPE).tobytes()
     return cache.prefixes.trie.walk(
-        "", raw, 4 * cache.prefixes.align_tokens, len(prompt) // cache.prefixes.align_tokens
+        "", raw, KEY_BYTES * cache.prefixes.align_tokens, len(prompt) // cache.prefixes.align_tokens
     )
 
 
