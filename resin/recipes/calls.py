@@ -55,6 +55,18 @@ def read_json_calls(text: str) -> list[Call] | None:
     return calls or None
 
 
+def ends_within_value(text: str) -> bool:
+    """True if a call cut here ends within a value: a string of JSON, or a parameter between tags."""
+    body = text.lstrip()
+    if body.startswith(("{", "[")):
+        return _OPEN_STRING.fullmatch(body) is not None
+    return body.rfind("<parameter=") > body.rfind("</parameter>")
+
+
+# Strings of JSON hold no line break: one that met a break was never closed, and is no reason to read on.
+_OPEN_STRING = re.compile(r'(?:[^"]|"(?:[^"\\\n]|\\.)*["\n])*"(?:[^"\\\n]|\\.)*\\?')
+
+
 def read_python_calls(text: str) -> list[Call] | None:
     """Calls in Python syntax: `[name(key="value", other=[1, 2]), ...]`, brackets optional.
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from resin.recipes.calls import Call, CallIds, read_json_calls
+from resin.recipes.calls import Call, CallIds, ends_within_value, read_json_calls
 from resin.recipes.characters import CharacterStream
 from resin.recipes.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from resin.recipes.messages import Tool
@@ -172,6 +172,9 @@ class TaggedParser:
         opens_reasoning, closes_reasoning = self._tags.reasoning or ("", "")
         opens_call, closes_call = self._tags.tool_call or ("", "")
         if self._state is _State.CALL:
+            if spelled and ends_within_value("".join(self._body)):
+                self._body.append(spelled)
+                return []
             if tag == closes_call or tag in self._tags.frame:
                 return self._end_call()
             if tag == opens_call:

@@ -159,6 +159,27 @@ def test_reasoning_text_and_calls(name: str) -> None:
     assert text == "Here:\nBye\n"
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["</tool_call>", "a <tool_call> b", r"\"</tool_call>\" </think>", r"\\", r"\\\" </tool_call>", "\\n</tool_call>"],
+)
+def test_a_tag_in_a_string_of_a_call_is_part_of_the_string(value: str) -> None:
+    name = "jinja, literal tags"
+    response = f'<tool_call>{{"name": "f", "arguments": {{"a": "{value}"}}}}</tool_call>Bye<|im_end|>'
+    deltas = parse(RECIPES[name], tokenizer_of(name).encode(response))
+    assert [delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta)] == [f'{{"a": "{value}"}}']
+    assert joined([delta for delta in deltas if isinstance(delta, TextDelta)]) == "Bye"
+
+
+def test_a_string_that_never_ends_does_not_hide_the_next_call() -> None:
+    name = "jinja, literal tags"
+    response = (
+        '<tool_call>\n{"name": "f\n</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|im_end|>'
+    )
+    deltas = parse(RECIPES[name], tokenizer_of(name).encode(response))
+    assert [delta.name for delta in deltas if isinstance(delta, ToolCallDelta)] == ["g"]
+
+
 def test_a_tag_spelled_by_ordinary_tokens_stays_text() -> None:
     deltas = parse(RECIPES["qwen3"], list(b"the <think> tag"))
     assert deltas and all(isinstance(delta, TextDelta) for delta in deltas)
