@@ -166,7 +166,7 @@ def run_cases(
     ceilings, about = probe.settled(), describe_run(args.commit)
     print_header(ceilings)
     rows = []
-    for case, resident, error in zip(cases, residents, checks, strict=True):
+    for case, resident, check in zip(cases, residents, checks, strict=True):
         driven = None
         if args.engine and case.phase is Phase.DECODE:
             window = {
@@ -177,7 +177,9 @@ def run_cases(
             }
             driven = drive(case, runner, resident.plan, params, **window)
         row = case_row(case, resident, driven, counter.count(resident.plan), ceilings, setup)
-        row |= {"model": choice.name, "weights": "random" if args.dummy else "checkpoint", "check_error": error}
+        row |= {"model": choice.name, "weights": "random" if args.dummy else "checkpoint"}
+        row |= {"check_error": None if check is None else check.engine[-1]}
+        row |= {} if check is None else {"check": check.engine.tolist(), "check_plain": check.plain.tolist()}
         row |= {"overlap": args.overlap} if driven is not None else {}
         row |= {"sampling": {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}}
         row |= {"balanced_experts": args.balanced_experts, **memory, **about}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 
 from bench.cases import Case
+from bench.model_setup import ModelChoice, build_setup
 from bench.plot import decode_point, plot_results, prefill_point
 from bench.resident import fill_with_noise
 from bench.results import read_results
-from bench.step_check import CheckFailed, check_tokens
+from bench.step_check import CheckFailed, PlainForward, check_tokens
 from bench.sweep import build_cases, main, parse_arguments
 from resin import InvalidRequest, Phase
 from resin.models.testing import TINY_CONFIGS, random_checkpoint, write_checkpoint
+from resin.runtime import RunnerOptions
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +69,39 @@ def test_charts_have_a_file_a_phase(results: Path) -> None:
     assert decode_point(row, 20.0) == (200, 50)
 
 
-def test_a_wrong_model_is_not_timed(model_directory: Path) -> None:
-    from bench.model_setup import ModelChoice, build_setup
-    from bench.step_check import PlainForward
-    from resin.runtime import RunnerOptions
+def spoil_all(name: str, array: jax.Array) -> jax.Array:
+    return array * 1.05
 
-    case = Case(Phase.DECODE, 2, 24)
-    setup = build_setup(ModelChoice(str(model_directory)), [case], RunnerOptions())
+
+def spoil_one_expert(name: str, array: jax.Array) -> jax.Array:
+    """The first of eight experts of the last layer gets another's matrix."""
+    return array.at[0].set(array[1]) if name == "layers.2.mlp.down.weight" else array
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "spoil"),
+    [
+        ("llama", "float32", spoil_all),
+        ("qwen3_moe", "float32", spoil_one_expert),
+        ("llama", "bfloat16", spoil_all),
+        ("qwen3_moe", "bfloat16", spoil_one_expert),
+    ],
+)
+def test_a_wrong_model_is_not_timed(
+    family: str, dtype: str, spoil: Callable[[str, jax.Array], jax.Array], tmp_path: Path
+) -> None:
+    checkpoint = random_checkpoint(TINY_CONFIGS[family], seed=5)
+    directory = write_checkpoint(tmp_path / family, checkpoint)
+    case = Case(Phase.DECODE, 2, 48)
+    setup = build_setup(ModelChoice(str(directory)), [case], RunnerOptions(dtype=dtype))
     fill_with_noise(setup.runner)
-    plain = PlainForward(setup.spec.model, setup.weights, setup.spec.dtype)
-    assert check_tokens(case, setup.runner, plain, setup.num_pages) < 2e-3
-    spoiled = tuple(array * 1.05 for array in setup.weights)
-    wrong = PlainForward(setup.spec.model, spoiled, setup.spec.dtype)
+    model = setup.spec.model
+    plain = PlainForward(model, setup.weights, setup.spec.dtype)
+    right = check_tokens(case, setup.runner, plain, setup.num_pages)
+    assert (right.engine[:2] <= (0.1 if dtype == "bfloat16" else 2e-3)).all()
+    spoiled = tuple(map(spoil, model.names, setup.weights))
+    assert any(new is not old for new, old in zip(spoiled, setup.weights, strict=True))
+    wrong = PlainForward(model, spoiled, setup.spec.dtype)
     with pytest.raises(CheckFailed, match="off by"):
         check_tokens(case, setup.runner, wrong, setup.num_pages)
 
