@@ -23,7 +23,7 @@ class Attention(nnx.Module):
         layer: this layer's place in the cache and its score options, `kv_heads` being one device's.
         rope: rotation of queries and keys.
         qk_norm_eps: normalise each query and key head before the rotation; None for no norms.
-        norm_order: of these norms.
+        norm_order, norm_one_plus: of these norms.
         bias: add a bias to all four products.
         sinks: one learned logit a head that only adds to the softmax's denominator.
         names: checkpoint names of the output product and of the query and key norms.
@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         rope: Rope,
         qk_norm_eps: float | None = None,
         norm_order: NormOrder = NormOrder.CAST_THEN_SCALE,
+        norm_one_plus: bool = False,
         bias: bool = False,
         sinks: bool = False,
         names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm"),
@@ -70,9 +71,10 @@ class Attention(nnx.Module):
         )
         self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if bias else None
         self.sinks = declare((heads,), placement, f"{name}.sinks", partition=("tp",), init=BIAS) if sinks else None
-        eps = qk_norm_eps
-        self.q_norm = RMSNorm(placement, q_norm, width, eps, norm_order) if eps is not None else None
-        self.k_norm = RMSNorm(placement, k_norm, width, eps, norm_order) if eps is not None else None
+        self.q_norm, self.k_norm = (
+            RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus) if qk_norm_eps is not None else None
+            for part in (q_norm, k_norm)
+        )
 
     def __call__(
         self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None

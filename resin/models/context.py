@@ -19,7 +19,7 @@ from resin.models.grouped import grouped_experts
 from resin.models.norm import RMSNorm
 from resin.models.rope import Rope, rotate
 from resin.pallas_kernels.fp8 import round_fp8
-from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.gates import Gate, GateFunction
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.route import NormedRows
 
@@ -212,7 +212,7 @@ class Context(abc.ABC):
         weight: jax.Array,
         *,
         norm: RMSNorm | None = None,
-        gate: Callable[[jax.Array], jax.Array] | None = None,
+        gate: GateFunction | None = None,
         residual: jax.Array | None = None,
         is_partial: bool = False,
         out_dtype: str | None = None,
@@ -223,15 +223,14 @@ class Context(abc.ABC):
             x: [T, K].
             weight: [K, N].
             norm: of x before the product.
-            gate: activation of the first half of the columns, which then scales the second half.
+            gate: joins the first half of the columns with the second.
             residual: [T, N] (gated: N / 2), added at the end.
             is_partial: K is cut over the mesh axis "tp", so that the devices' products add up.
             out_dtype: of the result; None for x's.
         """
         out = jnp.matmul(x if norm is None else norm(x), weight, preferred_element_type=out_dtype)
         if gate is not None:
-            first, second = jnp.split(out, 2, axis=-1)
-            out = gate(first) * second
+            out = gate(*jnp.split(out, 2, axis=-1))
         if is_partial:
             out = self.sum_tp(out)
         return out if residual is None else residual + out

@@ -87,6 +87,21 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
+class OnePlus:
+    """`w` on disk, `1 + w` in a float32 weight of the model."""
+
+    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (shape,)
+
+    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        np.add(tensors[0].astype(np.float32), np.float32(1), out=out, casting="same_kind")
+
+    def take_apart(self, values: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `fill`: exact for what the sum in float32 kept."""
+        return [values - np.float32(1)]
+
+
+@dataclass(frozen=True, slots=True)
 class FusedPart:
     """One tensor inside a fused weight: `blocks` heads (or 1) of `width` output rows each."""
 
@@ -181,21 +196,20 @@ class Deinterleaved:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """Distribution of dummy weights: `mean + std * normal`. The defaults keep activations near unit scale."""
+    """Distribution of dummy weights: `mean + std * normal`. The defaults keep activations near unit scale.
+
+    Attributes:
+        stored_mean: mean of the checkpoint's numbers where the weight holds others; None for the same.
+    """
 
     std: float
     mean: float = 0.0
+    stored_mean: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ByteInit(Init):
-    """Of every byte of an integer weight, cut to 0 to 255.
-
-    Attributes:
-        stored_mean: mean of the checkpoint's bytes where the weight holds other numbers; None for the same.
-    """
-
-    stored_mean: float | None = None
+    """Of every byte of an integer weight, cut to 0 to 255."""
 
 
 # Biases, and whatever else a model adds where zero would change nothing.

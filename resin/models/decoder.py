@@ -26,11 +26,14 @@ class Decoder(nnx.Module):
     Layer: ClassVar[type[Any]]
     norm_name: ClassVar[str] = "model.norm"
     norm_order: ClassVar[NormOrder] = NormOrder.CAST_THEN_SCALE
+    norm_one_plus: ClassVar[bool] = False
 
     def __init__(self, config: Any, placement: Placement) -> None:
         self.vocabulary = Vocabulary(placement, vocab_size=config.vocab_size, hidden=config.hidden, tied=config.tied)
         self.layers = nnx.List([self.Layer(config, placement, index) for index in range(config.layers)])
-        self.norm = RMSNorm(placement, self.norm_name, config.hidden, config.norm_eps, self.norm_order)
+        self.norm = RMSNorm(
+            placement, self.norm_name, config.hidden, config.norm_eps, self.norm_order, self.norm_one_plus
+        )
         # Last parts of checkpoint names that need no home: old files store rope frequencies, some store a tied head.
         self.ignored_tensors = ("rotary_emb.inv_freq", *((HEAD,) if config.tied else ()))
         # Some store a tied head alone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -25,13 +24,9 @@ from resin.models.declare import (
 from resin.models.norm import RMSNorm
 from resin.models.packed import PackedExpertMatrix
 from resin.models.routers import Router
-from resin.pallas_kernels.experts import SILU
-from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.gates import SILU, Gate, GateFunction
 
 MOST_EXPERTS = 4096
-
-GateFunction = Gate | Callable[[jax.Array, jax.Array], jax.Array]
-"""Maps gate and up, both [M, I], to the values that go down. Kernels compute a `Gate`, and plain XLA anything."""
 
 
 @dataclass(frozen=True, slots=True)

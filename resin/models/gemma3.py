@@ -21,6 +21,7 @@ from resin.models.mlp import GatedMLP
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
 from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
+from resin.pallas_kernels.gates import Gate
 from resin.plan import CacheGroup
 
 
@@ -94,7 +95,8 @@ class Gemma3Layer(nnx.Module):
 
     def __init__(self, config: Gemma3Config, placement: Placement, index: int) -> None:
         name = f"model.layers.{index}"
-        norm = partial(RMSNorm, placement, width=config.hidden, eps=config.norm_eps, order=NormOrder.ONE_PLUS)
+        order = NormOrder.SCALE_THEN_CAST
+        norm = partial(RMSNorm, placement, width=config.hidden, eps=config.norm_eps, order=order, one_plus=True)
         self.attention_norm = norm(name=f"{name}.input_layernorm")
         self.attention = Attention(
             placement,
@@ -105,12 +107,14 @@ class Gemma3Layer(nnx.Module):
             layer=sliding_layer(config, placement, index, scale=config.query_scalar**-0.5),
             rope=config.rope if config.layer_types[index] == FULL else config.sliding_rope,
             qk_norm_eps=config.norm_eps,
-            norm_order=NormOrder.ONE_PLUS,
+            norm_order=order,
+            norm_one_plus=True,
         )
         self.attention_out_norm = norm(name=f"{name}.post_attention_layernorm")
         self.mlp_norm = norm(name=f"{name}.pre_feedforward_layernorm")
-        gelu = partial(jax.nn.gelu, approximate=True)
-        self.mlp = GatedMLP(placement, f"{name}.mlp", hidden=config.hidden, width=config.ffn, activation=gelu)
+        self.mlp = GatedMLP(
+            placement, f"{name}.mlp", hidden=config.hidden, width=config.ffn, gate=Gate(kind="gelu_tanh")
+        )
         self.mlp_out_norm = norm(name=f"{name}.post_feedforward_layernorm")
 
     def __call__(self, context: Context, x: jax.Array) -> jax.Array:
@@ -123,7 +127,8 @@ class Gemma3(Decoder):
 
     Config: ClassVar[type[Any]] = Gemma3Config
     Layer: ClassVar[type[Gemma3Layer]] = Gemma3Layer
-    norm_order: ClassVar[NormOrder] = NormOrder.ONE_PLUS
+    norm_order: ClassVar[NormOrder] = NormOrder.SCALE_THEN_CAST
+    norm_one_plus: ClassVar[bool] = True
 
     def __init__(self, config: Gemma3Config, placement: Placement) -> None:
         super().__init__(config, placement)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 from flax import nnx
 
 from resin.models.context import Context
 from resin.models.declare import Fused, FusedPart, Placement, Transposed, declare
 from resin.models.norm import RMSNorm
+from resin.pallas_kernels.gates import SILU, GateFunction
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate x) * up x)`, gate and up in one product.
+    """`down(gate(gate x, up x))`, gate and up in one product.
 
     Args:
         placement: dtype and mesh.
         name: checkpoint prefix, for example "model.layers.0.mlp".
         hidden: width of the residual stream.
         width: width inside.
-        activation: on the gate.
+        gate: joins gate and up.
         names: checkpoint names of gate, up and down.
     """
 
@@ -31,26 +30,26 @@ class GatedMLP(nnx.Module):
         *,
         hidden: int,
         width: int,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        gate: GateFunction = SILU,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         share = placement.split("intermediate_size", width)
-        gate, up, down = (f"{name}.{part}.weight" for part in names)
+        gate_name, up_name, down_name = (f"{name}.{part}.weight" for part in names)
         half = FusedPart(placement.tp, share)
         self.gate_up = declare(
             (hidden, 2 * width),
             placement,
-            (gate, up),
+            (gate_name, up_name),
             assembly=Fused((half, half), placement.tp),
             partition=(None, "tp"),
         )
-        self.down = declare((width, hidden), placement, down, assembly=Transposed(), partition=("tp", None))
-        self.activation = activation
+        self.down = declare((width, hidden), placement, down_name, assembly=Transposed(), partition=("tp", None))
+        self.gate = gate
 
     def __call__(
         self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """`residual + mlp(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("mlp"):
-            inner = context.product(x, self.gate_up[...], norm=norm, gate=self.activation)
+            inner = context.product(x, self.gate_up[...], norm=norm, gate=self.gate)
             return context.product(inner, self.down[...], residual=residual, is_partial=True)

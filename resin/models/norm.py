@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from resin.models.declare import Init, Placement, declare
+from resin.models.declare import Init, OnePlus, Placement, declare
 
 
 class NormOrder(enum.Enum):
@@ -17,13 +17,20 @@ class NormOrder(enum.Enum):
     CAST_THEN_SCALE = "cast"
     """Llama, Qwen3, LFM2, GLM."""
     SCALE_THEN_CAST = "scale"
-    """gpt-oss, DeepSeek-V4."""
-    ONE_PLUS = "one_plus"
-    """Gemma 3: (1 + weight) in float32, then the cast."""
+    """Gemma, gpt-oss, DeepSeek-V4."""
 
 
 class RMSNorm(nnx.Module):
-    """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis, the mean in float32."""
+    """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis, the mean in float32.
+
+    Args:
+        placement: dtype and mesh.
+        name: checkpoint prefix.
+        width: of the last axis.
+        eps: added to the mean square.
+        order: where the weight meets the cast.
+        one_plus: the checkpoint stores the weight less one, as Gemma's do; the sum is kept in float32.
+    """
 
     def __init__(
         self,
@@ -32,9 +39,16 @@ class RMSNorm(nnx.Module):
         width: int,
         eps: float,
         order: NormOrder = NormOrder.CAST_THEN_SCALE,
+        one_plus: bool = False,
     ) -> None:
-        init = Init(std=0.0) if order is NormOrder.ONE_PLUS else None
-        self.weight = declare((width,), placement, f"{name}.weight", init=init)
+        self.weight = declare(
+            (width,),
+            placement,
+            f"{name}.weight",
+            assembly=OnePlus() if one_plus else None,
+            init=Init(std=0.0, mean=1.0, stored_mean=0.0) if one_plus else None,
+            dtype="float32" if one_plus else None,
+        )
         self.eps = eps
         self.order = order
 
@@ -44,5 +58,4 @@ class RMSNorm(nnx.Module):
         weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
         if self.order is NormOrder.CAST_THEN_SCALE:
             return wide.astype(x.dtype) * weight
-        scale = weight.astype(jnp.float32) + (1.0 if self.order is NormOrder.ONE_PLUS else 0.0)
-        return (wide * scale).astype(x.dtype)
+        return (wide * weight.astype(jnp.float32)).astype(x.dtype)

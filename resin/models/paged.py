@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from resin.models.context import AttentionLayer, Context, ExpertOperands, Routed, ShiftLayer
-from resin.models.norm import NormOrder, RMSNorm
+from resin.models.norm import RMSNorm
 from resin.models.planes import PlaneRows, check_plane, first_row, plane_rows
 from resin.models.rope import Rope
 from resin.models.routers import Router
 from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
+from resin.pallas_kernels.gates import Gate, GateFunction, Kind
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.table import (
@@ -176,13 +177,14 @@ class PagedContext(Context):
         weight: jax.Array,
         *,
         norm: RMSNorm | None = None,
-        gate: Callable[[jax.Array], jax.Array] | None = None,
+        gate: GateFunction | None = None,
         residual: jax.Array | None = None,
         is_partial: bool = False,
         out_dtype: str | None = None,
     ) -> jax.Array:
+        kind = _kind_of(gate)
         fits = takes_dense_kernel(x.shape[0], weight.size, is_gated=gate is not None, has_residual=residual is not None)
-        fits = fits and x.dtype == jnp.bfloat16 and gate in (None, jax.nn.silu) and _kernels_take(norm)
+        fits = fits and x.dtype == jnp.bfloat16 and (gate is None) == (kind is None) and _kernels_take(norm)
         if self._is_reference or not fits or (is_partial and self.tp > 1):
             return super().product(
                 x, weight, norm=norm, gate=gate, residual=residual, is_partial=is_partial, out_dtype=out_dtype
@@ -191,7 +193,7 @@ class PagedContext(Context):
             x,
             weight,
             **_norm_arguments(norm),
-            gate=None if gate is None else "silu",
+            gate=kind,
             residual=residual,
             out_dtype=out_dtype,
             counters=self._zero_counters("dense", -(-weight.shape[1] // 16)),
@@ -354,10 +356,15 @@ class PagedContext(Context):
             self.arena = flat.reshape(self.arena.shape)
 
 
+def _kind_of(gate: GateFunction | None) -> Kind | None:
+    """The gate as a product's kernel knows it: an activation times up, and no more."""
+    return gate.kind if isinstance(gate, Gate) and gate == Gate(kind=gate.kind) else None
+
+
 def _kernels_take(norm: RMSNorm | None, heads: tuple[RMSNorm, RMSNorm] | None = None) -> bool:
-    """Whether kernels compute these norms: RMSNorm itself, whatever a subclass makes of it, and no `1 + weight`."""
+    """Whether kernels compute these norms: RMSNorm itself, whatever a subclass makes of it."""
     norms = [each for each in (norm, *(heads or ())) if each is not None]
-    is_known = all(type(each) is RMSNorm and each.order is not NormOrder.ONE_PLUS for each in norms)
+    is_known = all(type(each) is RMSNorm for each in norms)
     return is_known and (heads is None or heads[0].eps == heads[1].eps)
 
 

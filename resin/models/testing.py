@@ -204,11 +204,11 @@ def random_checkpoint(config: Mapping[str, Any], *, model: str | None = None, se
 
 def _random_tensor(declaration: Declaration, normal: np.ndarray) -> np.ndarray:
     init = declaration.init
+    mean = init.mean if init.stored_mean is None else init.stored_mean
     if isinstance(init, ByteInit):
-        mean = init.mean if init.stored_mean is None else init.stored_mean
         return np.clip(np.rint(mean + init.std * normal), 0, 255).astype(np.uint8)
     std = init.std if normal.ndim > 1 else 0.3
-    return (init.mean + std * normal).astype(np.float32)
+    return (mean + std * normal).astype(np.float32)
 
 
 def dequantised_checkpoint(checkpoint: MemoryCheckpoint) -> MemoryCheckpoint:

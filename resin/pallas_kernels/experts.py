@@ -26,10 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.tiles import NOWHERE, tile_dot
 
-SILU = Gate()
 SCAN_PAIRS = 512  # above it a 16 x P comparison no longer fits the registers
 
 

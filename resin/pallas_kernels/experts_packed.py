@@ -13,10 +13,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from resin.pallas_kernels.experts import SILU, expert_ffn_ref, sort_pairs
+from resin.pallas_kernels.experts import expert_ffn_ref, sort_pairs
 from resin.pallas_kernels.experts_mxfp4 import FragmentTiles, SortedRows, packed_product, sort_rows
 from resin.pallas_kernels.experts_mxfp4_sorted import SORTED, packed_sorted_product
-from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.mxfp4 import TILE_ROWS, PackedMatrices, unpack_matrices
 from resin.pallas_kernels.route import NormedRows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,12 @@ class Gate:
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (activate(self.kind, gate, self.alpha) * (up + self.up_bias if self.up_bias else up)).astype(dtype)
+
+
+SILU = Gate()
+
+GateFunction = Gate | Callable[[jax.Array, jax.Array], jax.Array]
+"""Maps gate and up, of one shape, to the values that go down. Kernels compute a `Gate`, and plain XLA anything."""
 
 
 def activate(kind: Kind, x: jax.Array, alpha: float = 1.0) -> jax.Array:

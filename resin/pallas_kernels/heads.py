@@ -136,5 +136,12 @@ def _normalise(halves, is_query, lanes, new: NewTokens, spec: HeadSpec) -> tuple
             plgpu.load(ref.at[start + lanes], mask=lanes < spec.half, other=0)[None, :]
             for ref in (new.q_norm, new.k_norm)
         ]
-        out.append((half * factor).astype(halves[0].dtype) * jnp.where(is_query, *weights))
+        out.append(weigh(half * factor, jnp.where(is_query, weights[0], weights[1]), halves[0].dtype))
     return out[0], out[1]
+
+
+def weigh(wide: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Normalised float32 values times a norm's weight: after the cast, or before it where the weight is float32."""
+    if weight.dtype == dtype:
+        return wide.astype(dtype) * weight
+    return (wide * weight.astype(jnp.float32)).astype(dtype)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, row_elements
-from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
+from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads, weigh
 from resin.pallas_kernels.tiles import NOWHERE, plane_rows
 
 LARGE_TOKENS = 64
@@ -214,7 +214,7 @@ def rope_append_ref(
 def _head_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight[None, None, :]
+    return weigh(wide, weight[None, None, :], x.dtype)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

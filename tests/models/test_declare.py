@@ -3,7 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from resin.models.declare import Channels, Deinterleaved, Fused, FusedPart, Placement, Sections, Stacked, Transposed
+from resin.models.declare import (
+    Channels,
+    Deinterleaved,
+    Fused,
+    FusedPart,
+    OnePlus,
+    Placement,
+    Sections,
+    Stacked,
+    Transposed,
+)
 from resin.plan import InvalidRequest
 
 
@@ -66,6 +76,18 @@ def test_deinterleaved_puts_even_places_first() -> None:
     out = np.empty((1, 4, 2), np.uint8)
     Deinterleaved(axis=1).fill(out, [np.arange(8, dtype=np.uint8).reshape(1, 4, 2)])
     np.testing.assert_array_equal(out[0], [[0, 1], [4, 5], [2, 3], [6, 7]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_plus_adds_in_float32_and_is_undone(dtype: str) -> None:
+    stored = np.linspace(-2, 3, 101).astype(dtype)
+    out = np.empty(101, np.float32)
+    OnePlus().fill(out, [stored])
+    np.testing.assert_array_equal(out, np.float32(1) + stored.astype(np.float32))
+    (back,) = OnePlus().take_apart(out)
+    again = np.empty_like(out)
+    OnePlus().fill(again, [back])
+    np.testing.assert_array_equal(again, out)
 
 
 def test_channels_turns_filters_over() -> None:

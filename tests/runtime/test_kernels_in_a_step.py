@@ -13,7 +13,7 @@ import pytest
 from resin.models.families import find_model_class
 from resin.models.testing import TINY_CONFIGS
 from resin.pallas_kernels.table import Backend
-from resin.plan import ArenaSpec, Phase, SamplingParams, plan_layout
+from resin.plan import ArenaSpec, Bucket, Phase, SamplingParams, plan_layout
 from resin.runtime.executable import run_step
 from resin.runtime.load import build_spec
 from resin.runtime.mesh import build_mesh
@@ -82,14 +82,8 @@ PRODUCTS = ("grouped_product",) * 2
 PACKED = ("sort_rows", "experts_mxfp4", "experts_mxfp4")
 
 
-@pytest.mark.parametrize(
-    ("family", "layers", "products"),
-    [("qwen3_moe", 2, PRODUCTS), ("lfm2_moe", LFM2_MOE_LAYERS, PRODUCTS), ("gpt_oss", 4, PACKED)],
-)
-def test_a_decode_layer_of_experts_is_a_router_and_two_products(
-    family: str, layers: int, products: tuple[str, ...]
-) -> None:
-    """The sum over the choices and the residual are XLA's, which sorts nothing; packed experts have rows by expert."""
+def decode_steps(family: str) -> Iterator[tuple[Bucket, list[str]]]:
+    """Each decode bucket of the tiny model, and the operations of its plain program."""
     config = TINY_CONFIGS[family]
     model_class = find_model_class(config)
     options = tiny_options(dtype="bfloat16", cache_dtype="bfloat16")
@@ -102,7 +96,33 @@ def test_a_decode_layer_of_experts_is_a_router_and_two_products(
             return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, ProgramKind.PLAIN)
 
         arena = ArenaSpec(8, spec.config.geometry.page_bytes, spec.config.arena_dtype)
-        names = list(primitives(jax.make_jaxpr(step)(*spec.arguments(bucket, arena)).jaxpr))
+        yield bucket, list(primitives(jax.make_jaxpr(step)(*spec.arguments(bucket, arena)).jaxpr))
+
+
+@pytest.mark.parametrize(
+    ("family", "products"),
+    [
+        # Norm, gate and (where nothing follows the product) residual are inside.
+        ("llama", ("project_heads", "paged_decode", "dense_small", "dense_small", "dense_small")),
+        ("gemma3_text", ("project_heads", "paged_decode", "dense_small", "dense_small", "dense_small")),
+    ],
+)
+def test_a_decode_layer_is_four_products_and_attention(family: str, products: tuple[str, ...]) -> None:
+    layers = TINY_CONFIGS[family]["num_hidden_layers"]
+    for bucket, names in decode_steps(family):
+        kernels = [name for name in names if name in products]
+        assert kernels == [*list(products) * layers, "dense_small"], bucket
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "products"),
+    [("qwen3_moe", 2, PRODUCTS), ("lfm2_moe", LFM2_MOE_LAYERS, PRODUCTS), ("gpt_oss", 4, PACKED)],
+)
+def test_a_decode_layer_of_experts_is_a_router_and_two_products(
+    family: str, layers: int, products: tuple[str, ...]
+) -> None:
+    """The sum over the choices and the residual are XLA's, which sorts nothing; packed experts have rows by expert."""
+    for bucket, names in decode_steps(family):
         kernels = [name for name in names if name in ("route_tokens", *PRODUCTS, *PACKED)]
         expected = [name for name in products if name != "sort_rows" or bucket.sequences > 1]
         assert kernels == ["route_tokens", *expected] * layers
