@@ -15,6 +15,7 @@ COMMANDS = {
     "simulate": "the real scheduler over request traces, without a model",
     "replay": "execute a plan recording again and report the first difference",
     "sweep": "prefill and decode over batch sizes and contexts, with the fraction of the limit",
+    "throughput": "a request trace through the engine: tokens a second, latencies, what each bucket took",
     "plot": "charts of a sweep's results",
     "readme_table": "the README's benchmark table from the checked-in results",
     "coldstart": "process start to first token, by phase",

@@ -36,7 +36,7 @@ class TraceRequest:
 
 
 def load_trace(path: Path) -> list[TraceRequest]:
-    """Reads a Mooncake (`.jsonl[.gz]`), Azure or Vidur (`.csv[.gz]`) trace.
+    """Reads a Mooncake (`.jsonl[.gz]`), Azure or Vidur (`.csv[.gz]`) trace, or a JSON list of [prompt, output] lengths.
 
     Raises:
         InvalidRequest: the file has none of the known columns, or is damaged.
@@ -54,6 +54,8 @@ def _read_trace(path: Path) -> list[TraceRequest]:
     with opener(path, "rt") as file:
         if ".jsonl" in path.name:
             return [_from_mooncake(json.loads(line)) for line in file if line.strip()]
+        if ".json" in path.name:
+            return [TraceRequest(0.0, int(prompt), int(output)) for prompt, output in json.load(file)]
         rows = list(csv.DictReader(file))
     names = set(rows[0]) if rows else set()
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
