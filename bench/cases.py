@@ -160,8 +160,9 @@ def with_flags(
     add: RowFlag = NO_FLAGS,
     drop: RowFlag = NO_FLAGS,
     top_logprobs: int | None = None,
+    is_greedy: bool = False,
 ) -> BatchPlan:
-    """The same plan with other flags on its live rows, and as many most likely tokens to report."""
+    """The same plan with other flags on its live rows, as many most likely tokens to report, and perhaps greedy."""
     buffer = plan.buffer.copy()
     columns = plan.layout.views(buffer)
     flags = columns["row_flags"][: plan.num_sequences]
@@ -169,6 +170,8 @@ def with_flags(
     columns["header"][2] = np.bitwise_or.reduce(flags)
     if top_logprobs is not None:
         columns["header"][3] = top_logprobs
+    if is_greedy:
+        columns["temperature"][:] = 0
     return build_plan(config, plan.bucket, buffer, step=plan.step, request_ids=plan.request_ids)
 
 

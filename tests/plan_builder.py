@@ -19,6 +19,7 @@ from resin.plan import (
     plan_layout,
     smallest_bucket,
 )
+from resin.plan.sampling import SAMPLING_COLUMNS
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -145,8 +146,6 @@ def row_flags(
         RowFlag.SUPPRESS_STOP: len(sequence.tokens) - sequence.prompt_tokens < params.min_output_tokens,
         RowFlag.MASK: masked,
         RowFlag.LOGPROBS: params.logprobs is not None,
-        RowFlag.SAMPLE: params.temperature > 0,
-        RowFlag.TRUNCATE: params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
     }
     for flag, set_ in conditions.items():
         flags |= flag if set_ else RowFlag(0)
@@ -155,12 +154,8 @@ def row_flags(
 
 def fill_sampling(columns: dict[str, np.ndarray], row: int, params: SamplingParams) -> None:
     """Writes one row's sampling columns."""
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        columns[name][row] = getattr(params, name)
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        columns[name][row] = getattr(params, name)
-    seed = np.array([(params.seed or 0) & (2**64 - 1)], np.uint64).view(np.int32)
-    columns["seed_low"][row], columns["seed_high"][row] = seed
+    for column in SAMPLING_COLUMNS:
+        columns[column.name][row] = column.value(params, params.seed or 0)
 
 
 def slot_load(sequence: PlannedSequence) -> SlotLoad:

@@ -317,15 +317,7 @@ def test_flags_and_loads_of_a_row() -> None:
     first, second, third = runner.plans[0], runner.plans[1], runner.plans[2]
     assert not first.row_flags[0] & RowFlag.EMIT and not first.slot_loads
     flags = RowFlag(int(second.row_flags[0]))
-    assert flags == (
-        RowFlag.EMIT
-        | RowFlag.SAMPLE
-        | RowFlag.TRUNCATE
-        | RowFlag.BIAS
-        | RowFlag.PENALTIES
-        | RowFlag.SUPPRESS_STOP
-        | RowFlag.LOGPROBS
-    )
+    assert flags == (RowFlag.EMIT | RowFlag.BIAS | RowFlag.PENALTIES | RowFlag.SUPPRESS_STOP | RowFlag.LOGPROBS)
     load = second.slot_loads[0]
     assert load.token_ids.tolist() == list(range(40)) and load.prompt_tokens == 40
     assert load.bias_ids.tolist() == [3] and load.stop_ids.tolist() == [9]

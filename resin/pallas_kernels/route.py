@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_route_tiles
-from resin.pallas_kernels.sampling import ordered
+from resin.pallas_kernels.draw import ordered
 from resin.pallas_kernels.tiles import MIN_ROWS, NOWHERE
 from resin.plan import InvalidRequest
 

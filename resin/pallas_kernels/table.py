@@ -15,6 +15,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.draw import sample_tokens_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
 from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
 from resin.pallas_kernels.fresh_prefill import fresh_prefill_attention
@@ -23,7 +24,7 @@ from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_pr
 from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.route import NormedRows, route_tokens, route_tokens_ref
-from resin.pallas_kernels.sampling import sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.shift_state import shift_state, shift_state_ref
 from resin.pallas_kernels.tiles import MIN_ROWS
 

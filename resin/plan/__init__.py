@@ -1,6 +1,6 @@
 """The frozen types that cross the boundary between the Engine and a Runner (NumPy only)."""
 
-from resin.plan.batch import NOBODY, BatchPlan, CacheGroupPlan, RowFlag, SlotLoad, build_plan
+from resin.plan.batch import NOBODY, BatchPlan, CacheGroupPlan, SlotLoad, build_plan
 from resin.plan.buckets import Bucket, Phase, smallest_bucket
 from resin.plan.cache import (
     CacheGeometry,
@@ -13,6 +13,7 @@ from resin.plan.cache import (
     plan_geometry,
 )
 from resin.plan.errors import InvalidRequest, PlanRejected, ResinError
+from resin.plan.flags import RowFlag
 from resin.plan.layout import Column, PlanLayout, plan_layout
 from resin.plan.output import ForwardOutput, RowFault
 from resin.plan.runner import ArenaSpec, OverlapRunner, Runner, RunnerConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,52 +9,14 @@ import numpy as np
 
 from resin.plan.buckets import Bucket, Phase
 from resin.plan.cache import CacheGroup, GroupGeometry, StateGroup
+from resin.plan.flags import RowFlag
 from resin.plan.layout import PAGED_COLUMNS, PlanLayout, plan_layout
+from resin.plan.sampling import SAMPLING_COLUMNS
 
 if TYPE_CHECKING:
     from resin.plan.runner import RunnerConfig
 
-SAMPLING_COLUMNS = (
-    "top_k",
-    "seed_low",
-    "seed_high",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-
-
 NOBODY = -1  # the request of an empty place
-
-
-class RowFlag(enum.IntFlag):
-    """Bits of `BatchPlan.row_flags`."""
-
-    EMIT = 1
-    """The row ends at the sequence's last token: sample one token."""
-    FROM_SLOT = 2
-    """The row's first token is the last one that its slot emitted, not `token_ids`."""
-    PENALTIES = 4
-    """Apply presence, frequency and repetition penalties from the slot's token counts."""
-    BIAS = 8
-    """Add the slot's logit bias."""
-    SUPPRESS_STOP = 16
-    """The slot's stop tokens cannot be chosen, unless nothing else is left."""
-    MASK = 32
-    """Only tokens of the row's `allowed_masks` bits can be chosen."""
-    LOGPROBS = 64
-    """Report the chosen token's logprob (and the `top_logprobs` most likely)."""
-    PROMPT_LOGPROBS = 128
-    """Report the logprob of every next token within the row's chunk."""
-    FRESH_STATE = 256
-    """The row starts its sequence: State groups begin at zero instead of `input_pages`."""
-    SAMPLE = 512
-    """Temperature above 0: draw instead of taking the most likely token."""
-    TRUNCATE = 1024
-    """top_k, top_p or min_p cut the distribution."""
 
 
 _LOGPROBS = int(RowFlag.LOGPROBS)  # arithmetic with the flag itself is slow
@@ -179,8 +140,8 @@ class BatchPlan:
 
     @property
     def sampling(self) -> dict[str, np.ndarray]:
-        """[B] columns: top_k, seed_low, seed_high int32; temperature, top_p, min_p and the penalties float32."""
-        return {name: self.column(name) for name in SAMPLING_COLUMNS}
+        """The SAMPLING_COLUMNS by name, each [B]."""
+        return {column.name: self.column(column.name) for column in SAMPLING_COLUMNS}
 
     @property
     def top_logprobs(self) -> int:

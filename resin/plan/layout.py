@@ -14,6 +14,7 @@ import numpy as np
 
 from resin.plan.buckets import Bucket
 from resin.plan.cache import CacheGeometry, CacheGroup, StateGroup
+from resin.plan.sampling import SAMPLING_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,10 @@ class PlanLayout:
 
 
 HEADER = ("num_sequences", "num_tokens", "any_flags", "top_logprobs")
-SEQUENCE_INTS = ("seq_lens", "slots", "row_flags", "top_k", "seed_low", "seed_high", "next_token")
-SEQUENCE_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+SAMPLING_INTS, SEQUENCE_FLOATS = (
+    tuple(column.name for column in SAMPLING_COLUMNS if column.dtype == dtype) for dtype in ("int32", "float32")
 )
+SEQUENCE_INTS = ("seq_lens", "slots", "row_flags", *SAMPLING_INTS, "next_token")
 # Of these and one token a sequence a decode plan's row is made; they lie side by side.
 SEQUENCE_COLUMNS = (*SEQUENCE_INTS[1:], *SEQUENCE_FLOATS)
 

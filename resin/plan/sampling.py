@@ -1,14 +1,16 @@
-"""The frozen policy of one request: limits, stops, sampling and logprob options."""
+"""The frozen policy of one request, and the one table of what plans say of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from resin.plan.errors import InvalidRequest
+from resin.plan.flags import RowFlag
 from resin.plan.mapping import FrozenMapping
 
 TokenMask = Callable[[Sequence[int]], np.ndarray | None]
@@ -17,6 +19,9 @@ TokenMask = Callable[[Sequence[int]], np.ndarray | None]
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 320
 MAX_TOP_LOGPROBS = 20
+# Columns travel as float32, where smaller values would vanish or blow up: a greedy row, the most likely token alone and
+# an overwhelming penalty are what they mean.
+MIN_TEMPERATURE, MIN_TOP_P, MIN_REPETITION_PENALTY = 1e-6, 1e-10, 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,11 @@ class SamplingParams:
             raise InvalidRequest("allowed_tokens", self.allowed_tokens, "a callable or None")
 
     @property
+    def is_sampled(self) -> bool:
+        """False if the row is greedy."""
+        return self.temperature >= MIN_TEMPERATURE
+
+    @property
     def has_penalties(self) -> bool:
         """True if the row needs token counts on the device."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
@@ -122,6 +132,50 @@ class SamplingParams:
             _integer("stop_token_ids", token, 0, vocab_size - 1)
         for token in self.logit_bias:
             _integer("logit_bias", token, 0, vocab_size - 1)
+
+
+class SamplingColumn(NamedTuple):
+    """A column of every plan, one number a sequence; 0 in padding, which is greedy and asks for nothing.
+
+    Layout, slots, planner and decode image take their columns from SAMPLING_COLUMNS, and programs find them by name.
+    """
+
+    name: str
+    dtype: str  # "int32" or "float32"
+    value: Callable[[SamplingParams, int], float]
+    """Of a request's policy and the seed that it drew."""
+
+
+SAMPLING_COLUMNS = (
+    SamplingColumn("top_k", "int32", lambda params, seed: params.top_k),
+    SamplingColumn("seed_low", "int32", lambda params, seed: _signed(seed)),
+    SamplingColumn("seed_high", "int32", lambda params, seed: _signed(seed >> 32)),
+    SamplingColumn("temperature", "float32", lambda params, seed: params.temperature * params.is_sampled),
+    SamplingColumn("top_p", "float32", lambda params, seed: max(params.top_p, MIN_TOP_P)),
+    SamplingColumn("min_p", "float32", lambda params, seed: params.min_p),
+    SamplingColumn("presence_penalty", "float32", lambda params, seed: params.presence_penalty),
+    SamplingColumn("frequency_penalty", "float32", lambda params, seed: params.frequency_penalty),
+    SamplingColumn(
+        "repetition_penalty", "float32", lambda params, seed: max(params.repetition_penalty, MIN_REPETITION_PENALTY)
+    ),
+)
+
+
+def policy_flags(params: SamplingParams) -> int:
+    """Flags that every emitting row of a request has."""
+    flags = RowFlag.PENALTIES if params.has_penalties else RowFlag(0)
+    if params.logit_bias:
+        flags |= RowFlag.BIAS
+    if params.allowed_tokens is not None:
+        flags |= RowFlag.MASK
+    if params.logprobs is not None:
+        flags |= RowFlag.LOGPROBS
+    return int(flags)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as an int32."""
+    return (word + 2**31) % 2**32 - 2**31
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

@@ -17,7 +17,6 @@ from resin.plan import (
     StateGroup,
     plan_layout,
 )
-from resin.plan.batch import SAMPLING_COLUMNS
 from resin.sched.image import DecodeColumns, DecodeImage
 from resin.sched.lease import PagedGroup
 from resin.sched.request import Request
@@ -119,8 +118,8 @@ class Planner:
         columns["row_flags"][:count] = flags
         columns["next_token"][:] = -1
         columns["next_token"][:count] = [_next_token(chunk) for chunk in chunks]
-        for name in SAMPLING_COLUMNS:
-            columns[name][:count] = table.sampling[name][slots]
+        for name, values in table.sampling.items():
+            columns[name][:count] = values[slots]
         self._fill_prefill_pages(columns, chunks, indptr)
         loads = tuple(
             self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from resin.plan import RowFlag
-from resin.plan.layout import SEQUENCE_COLUMNS, SEQUENCE_FLOATS
-from resin.plan.sampling import MAX_STOP_TOKENS
+from resin.plan.layout import SEQUENCE_COLUMNS
+from resin.plan.sampling import MAX_STOP_TOKENS, SAMPLING_COLUMNS, policy_flags
 from resin.sched.request import Request
 
 if TYPE_CHECKING:
@@ -20,12 +18,6 @@ if TYPE_CHECKING:
 ACCEPTED = (1, 1, 1, 0, 0, 0)
 COMMITTED = (0, -1, -1, 1, 1, 1)
 DISCARDED = (0, -1, -1, 1, 0, 0)
-
-
-# Columns travel as float32, where smaller values would vanish or blow up: a greedy row, the most likely token alone and
-# an overwhelming penalty are what they mean.
-MIN_TEMPERATURE = 1e-6
-_FLOORS = {"top_p": 1e-10, "repetition_penalty": 1e-30}
 
 
 class SlotTable:
@@ -62,8 +54,7 @@ class SlotTable:
         self.flags = named["row_flags"]
         self.top_logprobs = np.zeros(rows, np.int32)
         self.constrained = np.zeros(rows, np.bool_)
-        self.sampling = {name: named[name] for name in ("top_k", "seed_low", "seed_high")}
-        self.sampling |= {name: named[name].view(np.float32) for name in SEQUENCE_FLOATS}
+        self.sampling = {column.name: named[column.name].view(column.dtype) for column in SAMPLING_COLUMNS}
 
     def add(self, rows: LiveRows, change: tuple[int, ...]) -> None:
         """Adds ACCEPTED or COMMITTED to the counts of the rows' slots."""
@@ -95,35 +86,13 @@ class SlotTable:
         self.stop_ids[slot] = -1
         if not params.ignore_stop:
             self.stop_ids[slot, : len(params.stop_token_ids)] = params.stop_token_ids
-        self.flags[slot] = _static_flags(request)
+        self.flags[slot] = policy_flags(params)
         self.top_logprobs[slot] = params.logprobs or 0
         self.constrained[slot] = params.allowed_tokens is not None
-        seed = request.seed & (2**64 - 1)
-        low, high = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-        for name, value in (("top_k", params.top_k), ("seed_low", low), ("seed_high", high)):
-            self.sampling[name][slot] = value
-        for name in SEQUENCE_FLOATS:
-            self.sampling[name][slot] = max(getattr(params, name), _FLOORS.get(name, -math.inf))
+        for column in SAMPLING_COLUMNS:
+            self.sampling[column.name][slot] = column.value(params, request.seed)
 
     def give_back(self, request: Request) -> None:
         self.requests[request.slot] = None
         self._free.append(request.slot)
         request.slot = -1
-
-
-def _static_flags(request: Request) -> int:
-    params = request.params
-    flags = RowFlag(0)
-    if params.temperature >= MIN_TEMPERATURE:
-        flags |= RowFlag.SAMPLE
-        if params.top_k or params.top_p < 1 or params.min_p > 0:
-            flags |= RowFlag.TRUNCATE
-    if params.has_penalties:
-        flags |= RowFlag.PENALTIES
-    if params.logit_bias:
-        flags |= RowFlag.BIAS
-    if params.allowed_tokens is not None:
-        flags |= RowFlag.MASK
-    if params.logprobs is not None:
-        flags |= RowFlag.LOGPROBS
-    return int(flags)

@@ -25,7 +25,7 @@ def test_plans_are_exact(family: str, case: Case) -> None:
     assert (plan.num_sequences, plan.num_tokens) == (plan.bucket.sequences, plan.bucket.tokens)
     assert (plan.num_sequences, plan.num_tokens) == (case.sequences, tokens)
     assert plan.seq_lens.tolist() == [case.context_tokens] * case.sequences
-    flags = RowFlag.EMIT | RowFlag.SAMPLE | RowFlag.TRUNCATE
+    flags = RowFlag.EMIT
     if case.phase is Phase.DECODE:
         flags |= RowFlag.FROM_SLOT
     assert ((plan.row_flags & flags) == flags).all()
@@ -56,11 +56,12 @@ def test_flags_change_on_live_rows_and_in_the_header() -> None:
     case = Case(Phase.DECODE, 2, 20)
     config = tiny_spec("llama", [case]).config
     plan = resident_plan(case, config, 1 + case.pages(config), PARAMS)
-    changed = with_flags(plan, config, add=RowFlag.LOGPROBS, drop=RowFlag.SAMPLE)
+    changed = with_flags(plan, config, add=RowFlag.LOGPROBS, drop=RowFlag.FROM_SLOT, is_greedy=True)
     assert changed.wants_logprobs and not plan.wants_logprobs
-    assert not (changed.row_flags & RowFlag.SAMPLE).any()
-    assert not changed.column("header")[2] & RowFlag.SAMPLE
-    assert (plan.row_flags & RowFlag.SAMPLE).all()
+    assert not (changed.row_flags & RowFlag.FROM_SLOT).any()
+    assert not changed.column("header")[2] & RowFlag.FROM_SLOT
+    assert (plan.row_flags & RowFlag.FROM_SLOT).all()
+    assert plan.sampling["temperature"].all() and not changed.sampling["temperature"].any()
 
 
 @pytest.mark.parametrize("context", [1, 10, 1000])

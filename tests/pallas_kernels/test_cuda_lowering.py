@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from resin.pallas_kernels.dense_small import dense_small
+from resin.pallas_kernels.draw import Draw
 from resin.pallas_kernels.experts import expert_ffn
 from resin.pallas_kernels.experts_packed import packed_expert_ffn
 from resin.pallas_kernels.gates import Gate
@@ -19,7 +20,7 @@ from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.project_heads import project_heads
 from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.route import RouteRule, route_tokens
-from resin.pallas_kernels.sampling import Draw, sample_tokens
+from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.shift_state import shift_state
 from tests.pallas_kernels.cuda_lowering import compile_for_gpu, lower_for_cuda
 

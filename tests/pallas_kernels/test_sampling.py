@@ -1,10 +1,12 @@
-"""Sampling kernels, interpreted, against the sorted reference, and the reference against NumPy."""
+"""Sampling kernels, interpreted, against the reference, and the reference against NumPy."""
 
 import jax
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.sampling import GENERAL, Draw, gumbel, row_keys, sample_tokens, sample_tokens_ref
+from resin.pallas_kernels.draw import Draw, gumbel, row_keys, sample_tokens_ref
+from resin.pallas_kernels.sampling import choose_tokens, sample_tokens
+from resin.pallas_kernels.sampling_general import GENERAL
 
 
 def build_draw(rows: int, seed: int) -> Draw:
@@ -31,7 +33,7 @@ def build_logits(rows: int, vocab: int, *, ties: bool) -> np.ndarray:
 @pytest.mark.parametrize(("vocab", "ties"), [(3000, True), (20_011, False)])
 def test_kernel_matches_the_reference_exactly(vocab, ties):
     logits, draw = build_logits(8, vocab, ties=ties), build_draw(8, vocab)
-    np.testing.assert_array_equal(sample_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw))
+    np.testing.assert_array_equal(choose_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw))
 
 
 def test_rows_that_do_not_fit_are_reported_and_the_others_unharmed():
@@ -40,25 +42,26 @@ def test_rows_that_do_not_fit_are_reported_and_the_others_unharmed():
     logits[2] /= 100  # a nucleus of half the vocabulary
     draw = draw._replace(top_k=draw.top_k.copy())
     draw.top_k[4] = 5000
-    out, reference = np.asarray(sample_tokens(logits, draw, interpret=True)), sample_tokens_ref(logits, draw)
+    out, reference = np.asarray(choose_tokens(logits, draw, interpret=True)), sample_tokens_ref(logits, draw)
     fits = np.array([True, False, False, True, False, True, True, True])
     np.testing.assert_array_equal(out == GENERAL, ~fits)
     np.testing.assert_array_equal(out[fits], reference[fits])
+    np.testing.assert_array_equal(sample_tokens(logits, draw, interpret=True), reference)
 
 
 def test_few_tokens_and_forbidden_ones():
     logits, draw = build_logits(16, 100, ties=True), build_draw(16, 2)
-    np.testing.assert_array_equal(sample_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw))
+    np.testing.assert_array_equal(choose_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw))
     logits[:, 7:] = -np.inf
-    for tokens in (sample_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw)):
+    for tokens in (choose_tokens(logits, draw, interpret=True), sample_tokens_ref(logits, draw)):
         assert np.all((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 7))
 
 
 def test_draws_depend_on_seed_and_position_alone():
     logits, draw = build_logits(8, 3000, ties=False), build_draw(8, 3)
-    together = np.asarray(sample_tokens(logits, draw, interpret=True))
+    together = np.asarray(choose_tokens(logits, draw, interpret=True))
     turned = np.asarray(
-        sample_tokens(logits[::-1].copy(), Draw(*(column[::-1].copy() for column in draw)), interpret=True)
+        choose_tokens(logits[::-1].copy(), Draw(*(column[::-1].copy() for column in draw)), interpret=True)
     )
     np.testing.assert_array_equal(together, turned[::-1])
 

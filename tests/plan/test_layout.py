@@ -7,7 +7,6 @@ import pytest
 
 from resin import Bucket, CacheGroup, Phase, StateGroup, plan_geometry
 from resin.plan import plan_layout
-from resin.plan.batch import SAMPLING_COLUMNS
 from resin.plan.layout import HEADER, SEQUENCE_FLOATS, SEQUENCE_INTS
 from tests.fakes import history_group, state_group, window_group
 
@@ -70,7 +69,3 @@ def test_a_layout_is_made_once_for_each_shape() -> None:
     first = plan_layout(Bucket(Phase.DECODE, 4, 4, ()), (), geometry)
     assert plan_layout(Bucket(Phase.DECODE, 4, 4, ()), [], geometry) is first
     assert plan_layout(Bucket(Phase.DECODE, 5, 5, ()), (), geometry).words > first.words
-
-
-def test_sampling_columns_are_columns() -> None:
-    assert set(SAMPLING_COLUMNS) <= {*SEQUENCE_INTS, *SEQUENCE_FLOATS} and set(SEQUENCE_FLOATS) <= set(SAMPLING_COLUMNS)

@@ -15,8 +15,8 @@ import pytest
 from resin import ArenaSpec, Engine, FinishReason, Request, RowFault, SamplingParams
 from resin.conformance.generation import SharedRunner
 from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, random_checkpoint
-from resin.pallas_kernels.sampling import MOST, sample_tokens, sample_tokens_ref
-from resin.pallas_kernels.sampling_general import finish_tokens
+from resin.pallas_kernels.draw import MOST, sample_tokens_ref
+from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.table import Backend, pick_kernels
 from resin.plan import Phase
 from resin.runtime import ModelRunner, build_runner
@@ -128,7 +128,7 @@ def test_kernels_agree_about_rows_without_a_token(vocab: int) -> None:
     logits[1] = MOST
     logits[3, 5:] = -MOST
     draw = draw._replace(temperature=np.where(draw.temperature > 0, 1e-3, 0).astype(np.float32))
-    got = finish_tokens(sample_tokens(logits, draw, interpret=True), jnp.asarray(logits), draw, interpret=True)
+    got = sample_tokens(jnp.asarray(logits), draw, interpret=True)
     want = np.asarray(sample_tokens_ref(jnp.asarray(logits), draw))
     np.testing.assert_array_equal(got, want)
     assert (want[8:] == RowFault.NOT_FINITE).all() and (want[0:8:2] == RowFault.NO_TOKEN).all()

@@ -104,10 +104,6 @@ class Oracle:
         if plan.phase is Phase.DECODE or stop == request.num_tokens:
             flags |= RowFlag.EMIT
             top = params.logprobs or 0
-            if params.temperature:
-                flags |= RowFlag.SAMPLE
-                if params.top_k or params.top_p < 1 or params.min_p:
-                    flags |= RowFlag.TRUNCATE
             if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
                 flags |= RowFlag.PENALTIES
             flags |= RowFlag.BIAS if params.logit_bias else RowFlag(0)

@@ -83,19 +83,15 @@ def test_seeds_travel_as_64_bits(seed: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "flags"),
     [
-        ({"temperature": 0}, RowFlag(0)),
         ({"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.5}, RowFlag(0)),
-        ({}, RowFlag.SAMPLE),
-        ({"top_k": 1}, RowFlag.SAMPLE | RowFlag.TRUNCATE),
-        ({"top_p": 0.99}, RowFlag.SAMPLE | RowFlag.TRUNCATE),
-        ({"min_p": 0.01}, RowFlag.SAMPLE | RowFlag.TRUNCATE),
-        ({"presence_penalty": 0.1}, RowFlag.SAMPLE | RowFlag.PENALTIES),
-        ({"frequency_penalty": -0.1}, RowFlag.SAMPLE | RowFlag.PENALTIES),
-        ({"repetition_penalty": 0.9}, RowFlag.SAMPLE | RowFlag.PENALTIES),
-        ({"logit_bias": {1: 0.0}}, RowFlag.SAMPLE | RowFlag.BIAS),
-        ({"allowed_tokens": lambda output: None}, RowFlag.SAMPLE | RowFlag.MASK),
-        ({"logprobs": 0}, RowFlag.SAMPLE | RowFlag.LOGPROBS),
-        ({"min_output_tokens": 3, "stop_token_ids": (1,), "prompt_logprobs": 1}, RowFlag.SAMPLE),
+        ({}, RowFlag(0)),
+        ({"presence_penalty": 0.1}, RowFlag.PENALTIES),
+        ({"frequency_penalty": -0.1}, RowFlag.PENALTIES),
+        ({"repetition_penalty": 0.9}, RowFlag.PENALTIES),
+        ({"logit_bias": {1: 0.0}}, RowFlag.BIAS),
+        ({"allowed_tokens": lambda output: None}, RowFlag.MASK),
+        ({"logprobs": 0}, RowFlag.LOGPROBS),
+        ({"min_output_tokens": 3, "stop_token_ids": (1,), "prompt_logprobs": 1}, RowFlag(0)),
     ],
 )
 def test_flags_of_a_policy(settings: dict[str, Any], flags: RowFlag) -> None:
@@ -118,7 +114,6 @@ def test_values_too_small_for_float32_do_no_harm(field: str, value: float) -> No
     """A division by zero or an empty set of tokens would choose any token."""
     table = SlotTable(1)
     table.take(request(**{field: value}))
-    sampled = bool(table.flags[0] & RowFlag.SAMPLE)
     column = table.sampling[field][0]
     smallest = np.finfo(np.float32).smallest_normal
-    assert (column >= smallest and np.isfinite(np.float32(1e4) / column)) or (field == "temperature" and not sampled)
+    assert (column >= smallest and np.isfinite(np.float32(1e4) / column)) or (field == "temperature" and column == 0)
