@@ -146,7 +146,7 @@ def decode_case(shape: Heads, arena: jax.Array, sequences: int, context: int) ->
         "paged_decode",
         f"{sequences} x {context}",
         call,
-        (normal(1, sequences, shape.heads, shape.width), arena, *columns),
+        (normal(1, sequences, 1, shape.heads, shape.width), arena, *columns),
         ("paged_decode",),
         tokens * 2 * shape.kv_heads * shape.width * BF16,
         tokens * 4 * shape.heads * shape.width,
@@ -161,7 +161,7 @@ def prefill_case(shape: Heads, arena: jax.Array, sequences: int, context: int) -
     return KernelCase(
         "paged_prefill",
         f"{sequences} x {context}",
-        lambda function, *arguments: function(*arguments, *last_rows(shape), **options),
+        lambda function, *arguments: function(*arguments, *last_rows(shape), **options)[0],
         (normal(1, tokens, shape.heads, shape.width), arena, page_indptr, page_ids, query_indptr, seq_lens, first),
         ("paged_prefill",),
         tokens * 2 * (shape.kv_heads + shape.heads) * shape.width * BF16,

@@ -21,6 +21,7 @@ from bench.device_time import DeviceTimer
 from bench.kernel_cases import KernelCase, build_cases
 from bench.provenance import describe_run
 from bench.roofline import CeilingProbe, Ceilings
+from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     on_gpu = device.platform in ("gpu", "cuda")
     kernels = pick_kernels(
         device.platform,
-        cores=getattr(device, "core_count", None) or 132,
+        gpu=Gpu.of(device),
         backend=Backend.TRITON if on_gpu else Backend.INTERPRET,
     )
     ceilings, timer = (measure_ceilings(), DeviceTimer()) if on_gpu else (None, None)

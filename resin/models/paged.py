@@ -286,8 +286,8 @@ class PagedContext(Context):
         page_indptr, page_ids = columns[f"page_indptr:{layer.group}"], columns[f"page_ids:{layer.group}"]
         seq_lens, first_position = columns["seq_lens"], columns[f"first_position:{layer.group}"]
         if self.phase is Phase.DECODE:
-            out, counters = self._kernels.paged_decode(
-                query,
+            out, _, counters = self._kernels.paged_decode(
+                query[:, None],
                 self.arena,
                 page_indptr,
                 page_ids,
@@ -299,8 +299,8 @@ class PagedContext(Context):
                 **shared,
             )
             self._keep_counters("decode", counters)
-            return out
-        out = self._kernels.paged_prefill(
+            return out[:, 0]
+        out, _ = self._kernels.paged_prefill(
             query,
             self.arena,
             page_indptr,

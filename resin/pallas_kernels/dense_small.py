@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
 from resin.pallas_kernels.gates import Kind, activate
+from resin.pallas_kernels.gpu import H200, Gpu
 
 
 def dense_small(
@@ -28,6 +29,7 @@ def dense_small(
     residual: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     counters: jax.Array | None = None,
+    gpu: Gpu = H200,
     tiles: DenseTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -42,6 +44,7 @@ def dense_small(
         residual: `[M, N]` added to the result.
         out_dtype: dtype of the result; None for x's.
         counters: int32 zeros, at least one a column block, given back as zeros; None has XLA clear new ones.
+        gpu: what tiles are chosen for.
         tiles: overrides the choice of tiles.
         interpret: run the kernel body in Pallas' interpreter.
 
@@ -57,7 +60,7 @@ def dense_small(
         has_norm=norm is not None,
         eps=eps,
         gate=gate,
-        tiles=tiles or choose_dense_tiles(rows, inner, columns, gated=gate is not None),
+        tiles=tiles or choose_dense_tiles(rows, inner, columns, gpu, gated=gate is not None),
         interpret=interpret,
     )
     shape = jax.ShapeDtypeStruct((rows, columns), jnp.dtype(out_dtype or x.dtype))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from jax.experimental import pallas as pl
 
+from resin.pallas_kernels.gpu import H200, Gpu
 from resin.pallas_kernels.tiles import MIN_ROWS
 
-CORES = 132  # multiprocessors of an H200
 VECTOR_SUMS = 2  # rows times parts: 64 registers a thread each, and four no longer fit
 
 
@@ -25,7 +25,7 @@ class DenseTiles:
     transposed: bool = False  # W.T @ x.T: columns are the rows of the tensor cores' product
 
 
-def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool) -> DenseTiles:
+def choose_dense_tiles(rows: int, inner: int, columns: int, gpu: Gpu, *, gated: bool) -> DenseTiles:
     """One program a multiprocessor where K and N allow it.
 
     Measured on an H200, us and fraction of copy bandwidth: at 1 row 4096 x (2 x 14336) gated 55.6 (0.99), 14336 x 4096
@@ -37,36 +37,37 @@ def choose_dense_tiles(rows: int, inner: int, columns: int, *, gated: bool) -> D
 
     Args:
         rows, inner, columns: M, K and the columns of the result.
+        gpu: what it runs on.
         gated: two products a column.
     """
     vector = DenseTiles(64, 128, num_stages=3, vector=True)
-    vector = replace(vector, splits=_most_splits(vector, 8, inner, columns))
+    vector = replace(vector, splits=_most_splits(vector, 8, inner, columns, gpu))
     parts = 2 if gated else 1
     fits = rows * parts <= VECTOR_SUMS
     if rows > MIN_ROWS:
         if gated:
-            return DenseTiles(splits=_splits(columns, 128), num_stages=4, transposed=True)
-        return DenseTiles(64, 128, splits=_splits(columns, 64), num_stages=4, transposed=True)
+            return DenseTiles(splits=_splits(columns, 128, gpu), num_stages=4, transposed=True)
+        return DenseTiles(64, 128, splits=_splits(columns, 64, gpu), num_stages=4, transposed=True)
     if inner * columns * parts < 2**23:
         few = DenseTiles(64, 32, num_warps=2) if gated else DenseTiles(32, 256, num_stages=3)
-        return vector if fits else replace(few, splits=_most_splits(few, 4, inner, columns))
-    if not gated and 0.75 * CORES <= -(-columns // 32) <= CORES and inner * columns <= 2**25:
+        return vector if fits else replace(few, splits=_most_splits(few, 4, inner, columns, gpu))
+    if not gated and 0.75 * gpu.cores <= -(-columns // 32) <= gpu.cores and inner * columns <= 2**25:
         return DenseTiles(32, 512, num_warps=2, num_stages=3)
-    blocks, splits = -(-columns // 128), _splits(columns, 128)
-    if blocks >= 2 * CORES or 0.75 * CORES <= blocks * splits <= CORES:
+    blocks, splits = -(-columns // 128), _splits(columns, 128, gpu)
+    if blocks >= 2 * gpu.cores or 0.75 * gpu.cores <= blocks * splits <= gpu.cores:
         return DenseTiles(splits=splits)
-    return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * CORES else 2)
+    return vector if fits else DenseTiles(splits=8 if 8 * blocks <= 4 * gpu.cores else 2)
 
 
-def _most_splits(tiles: DenseTiles, most: int, inner: int, columns: int) -> int:
+def _most_splits(tiles: DenseTiles, most: int, inner: int, columns: int, gpu: Gpu) -> int:
     """The largest power of two up to `most` that leaves each program a step, and a multiprocessor four programs."""
-    most = min(most, -(-inner // tiles.block_inner), 4 * CORES // -(-columns // tiles.block_columns))
+    most = min(most, -(-inner // tiles.block_inner), 4 * gpu.cores // -(-columns // tiles.block_columns))
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _splits(columns: int, block: int) -> int:
+def _splits(columns: int, block: int, gpu: Gpu) -> int:
     """The fewest parts of K, a power of two up to 8, that give most multiprocessors a program."""
-    return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * CORES), 8)
+    return next((splits for splits in (1, 2, 4) if splits * -(-columns // block) >= 0.75 * gpu.cores), 8)
 
 
 # Rows up to which each tiling is the best of fifty on an H200, programs that K is split for (48 heads of 128, hidden
@@ -81,13 +82,14 @@ HEAD_TILES = (
 )
 
 
-def choose_head_tiles(rows: int, inner: int, joined: int, width: int) -> DenseTiles:
+def choose_head_tiles(rows: int, inner: int, joined: int, width: int, gpu: Gpu) -> DenseTiles:
     """One head a program, K split until the programs fill the GPU.
 
     Args:
         rows, inner: M and K.
         joined: query, key and value heads.
         width: of a head.
+        gpu: what it runs on.
     """
     _, programs, tiles = next((row for row in HEAD_TILES if rows <= row[0]), HEAD_TILES[-1])
     columns = pl.next_power_of_2(width // 2)
@@ -95,7 +97,7 @@ def choose_head_tiles(rows: int, inner: int, joined: int, width: int) -> DenseTi
         tiles = replace(tiles, block_inner=tiles.block_inner * 64 // columns)  # its sums are in registers
     steps = -(-inner // tiles.block_inner)
     most = steps if tiles.vector else steps // tiles.num_stages
-    return replace(tiles, block_columns=columns, splits=max(1, min(programs // joined, most)))
+    return replace(tiles, block_columns=columns, splits=max(1, min(programs * gpu.cores // H200.cores // joined, most)))
 
 
 def choose_route_tiles(rows: int, inner: int, experts: int) -> DenseTiles:

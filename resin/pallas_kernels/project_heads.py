@@ -16,6 +16,7 @@ from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, 
 from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_head_tiles
 from resin.pallas_kernels.fp8 import check_kernel_arena, row_elements
+from resin.pallas_kernels.gpu import H200, Gpu
 from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
 from resin.pallas_kernels.rope_append import rope_append_ref
 from resin.pallas_kernels.tiles import plane_rows
@@ -37,6 +38,7 @@ def project_heads(
     head_eps: float = 1e-6,
     fp8_scale: float | None = None,
     counters: jax.Array | None = None,
+    gpu: Gpu = H200,
     tiles: DenseTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -49,7 +51,7 @@ def project_heads(
         arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
         key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
         heads, kv_heads, page_entries: H and K on this device, entries a page.
-        norm, eps, counters, tiles, interpret: as in `dense_small`; a tile's columns are those of half a head.
+        norm, eps, counters, gpu, tiles, interpret: as in `dense_small`; a tile's columns are those of half a head.
         head_eps: of the head norms.
         fp8_scale: as in `rope_append`.
 
@@ -78,7 +80,7 @@ def project_heads(
             has_norm=new.q_norm is not None,
             fp8_scale=fp8_scale,
         ),
-        tiles=tiles or choose_head_tiles(rows, inner, joined, width),
+        tiles=tiles or choose_head_tiles(rows, inner, joined, width, gpu),
         interpret=interpret,
     )
     shape = jax.ShapeDtypeStruct((rows, heads, width), x.dtype)

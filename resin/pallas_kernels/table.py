@@ -19,8 +19,10 @@ from resin.pallas_kernels.draw import sample_tokens_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
 from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
 from resin.pallas_kernels.fresh_prefill import fresh_prefill_attention
-from resin.pallas_kernels.paged_decode import paged_decode_attention, paged_decode_attention_ref
-from resin.pallas_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_ref
+from resin.pallas_kernels.gpu import H200, Gpu
+from resin.pallas_kernels.paged_decode import paged_decode_attention
+from resin.pallas_kernels.paged_prefill import paged_prefill_attention
+from resin.pallas_kernels.paged_ref import paged_decode_attention_ref, paged_prefill_attention_ref
 from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
 from resin.pallas_kernels.route import NormedRows, route_tokens, route_tokens_ref
@@ -61,8 +63,8 @@ class Kernels:
     """The kernels of one platform; signatures are those of the functions named alike in this package."""
 
     backend: Backend
-    paged_decode: Callable[..., tuple[jax.Array, jax.Array | None]]
-    paged_prefill: Callable[..., jax.Array]
+    paged_decode: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
+    paged_prefill: Callable[..., tuple[jax.Array, jax.Array | None]]
     fresh_prefill: Callable[..., jax.Array] | None
     rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     dense: Callable[..., tuple[jax.Array, jax.Array | None]]
@@ -75,13 +77,13 @@ class Kernels:
 
 
 def pick_kernels(
-    platform: str, *, cores: int = 132, backend: Backend | None = None, has_fresh_prefill: bool = True
+    platform: str, *, gpu: Gpu = H200, backend: Backend | None = None, has_fresh_prefill: bool = True
 ) -> Kernels:
     """The kernels for a platform.
 
     Args:
         platform: JAX's name of it ("cpu", "cuda", "gpu"); platforms without an entry take the XLA references.
-        cores: multiprocessors of the GPU, which the splits of decode attention follow.
+        gpu: what tiles are chosen for.
         backend: overrides the platform's.
         has_fresh_prefill: False leaves out `fresh_prefill` everywhere.
     """
@@ -105,12 +107,12 @@ def pick_kernels(
     fresh = functools.partial(fresh_prefill_attention, implementation="xla" if interpret else "cudnn")
     return Kernels(
         backend,
-        functools.partial(paged_decode_attention, cores=cores, interpret=interpret),
+        functools.partial(paged_decode_attention, gpu=gpu, interpret=interpret),
         functools.partial(paged_prefill_attention, interpret=interpret),
         fresh if has_fresh_prefill else None,
         functools.partial(rope_append, interpret=interpret),
-        functools.partial(dense_small, interpret=interpret),
-        functools.partial(project_heads, interpret=interpret),
+        functools.partial(dense_small, gpu=gpu, interpret=interpret),
+        functools.partial(project_heads, gpu=gpu, interpret=interpret),
         functools.partial(route_tokens, interpret=interpret),
         functools.partial(expert_ffn, interpret=interpret),
         functools.partial(packed_expert_ffn, interpret=interpret),

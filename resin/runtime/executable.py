@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from resin.models.families import Model
 from resin.models.paged import PagedContext
 from resin.models.weights import AbstractModel
+from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
@@ -66,7 +67,7 @@ class StepSpec:
         device = self.mesh.devices.flat[0]
         return pick_kernels(
             device.platform,
-            cores=getattr(device, "core_count", None) or 132,
+            gpu=Gpu.of(device),
             backend=self.backend,
             has_fresh_prefill=self.has_fresh_prefill,
         )

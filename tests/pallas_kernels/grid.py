@@ -18,7 +18,15 @@ from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attentio
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
 from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
-from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, fp8_case, relative_error
+from tests.pallas_kernels.paged_cases import (
+    PagedCase,
+    build_case,
+    by_sequence,
+    dense_attention,
+    dense_softmax,
+    fp8_case,
+    relative_error,
+)
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 RATIOS = (1, 2, 3, 4, 7, 8, 16)
@@ -98,17 +106,25 @@ def paged_case(point: Point, lengths: list[int], queries: list[int], seed: int) 
     return case, {"window": window, "sinks": sinks, "softcap": softcap}
 
 
-def check_decode(point: Point, lengths: list[int], *, interpret: bool) -> None:
+def check_decode(point: Point, lengths: list[int], *, interpret: bool, queries: int = 1) -> None:
+    """With several queries a sequence, some sequences have fewer."""
+    live = [1 + index % queries for index in range(len(lengths))]
     seed = fresh_seed()
-    case, chosen = paged_case(point, lengths, [1] * len(lengths), seed)
+    lengths = [max(length, count) for length, count in zip(lengths, live, strict=True)]
+    case, chosen = paged_case(point, lengths, live, seed)
+    chosen |= {"with_lse": True} | ({"query_lens": np.array(live, np.int32)} if queries > 1 else {})
     tiles = TILES[point.index % len(TILES)]
     if interpret and tiles is None:
         tiles = DecodeTiles(32, 3)
     call = _bound(paged_decode_attention, case, point, chosen, interpret=interpret, tiles=tiles)
     columns = (case.page_indptr, case.page_ids, case.seq_lens, case.first_position)
     poison_memory()
-    out, counters = call(case.q, case.arena, *columns, case.key_row, case.value_row)
-    assert relative_error(out, dense_attention(case, **chosen)) < BF16_ERROR, f"seed {seed}"
+    out, lse, counters = call(by_sequence(case, case.q, np.nan), case.arena, *columns, case.key_row, case.value_row)
+    expected, denominators = dense_softmax(case, **{name: chosen[name] for name in ("window", "sinks", "softcap")})
+    assert relative_error(out, by_sequence(case, expected, 0.0)) < BF16_ERROR, f"seed {seed}"
+    held = np.arange(max(live))[None, :] < np.array(live)[:, None]
+    errors = np.asarray(lse)[held] - by_sequence(case, denominators, 0.0)[held]
+    assert np.abs(errors).max() < 0.05, f"seed {seed}"
     assert counters is None or not np.any(counters), f"seed {seed}"
 
 
@@ -118,7 +134,7 @@ def check_prefill(point: Point, lengths: list[int], queries: list[int], *, inter
     call = _bound(paged_prefill_attention, case, point, chosen, interpret=interpret)
     columns = (case.page_indptr, case.page_ids, case.query_indptr, case.seq_lens, case.first_position)
     poison_memory()
-    out = call(case.q, case.arena, *columns, case.key_row, case.value_row)
+    out, _ = call(case.q, case.arena, *columns, case.key_row, case.value_row)
     live = case.query_indptr[-1]
     assert relative_error(out[:live], dense_attention(case, **chosen)[:live]) < BF16_ERROR, f"seed {seed}"
 

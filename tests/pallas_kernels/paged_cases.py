@@ -86,11 +86,16 @@ def build_case(
     )
 
 
-def dense_attention(
+def dense_attention(case: PagedCase, **options) -> Array:
+    """float64 attention of every live query token, `[T, H, D]` with zeros on padding; options of `dense_softmax`."""
+    return dense_softmax(case, **options)[0]
+
+
+def dense_softmax(
     case: PagedCase, *, window: int | None = None, sinks: Array | None = None, softcap: float | None = None
-) -> Array:
-    """float64 attention of every live query token, `[T, H, D]` with zeros on padding."""
-    out = np.zeros(case.q.shape, np.float64)
+) -> tuple[Array, Array]:
+    """`dense_attention` and the logarithms of its denominators, `[T, H]` with -inf on padding."""
+    out, lse = np.zeros(case.q.shape, np.float64), np.full(case.q.shape[:2], -np.inf)
     group = case.q.shape[1] // case.kv_heads
     for b in range(len(case.seq_lens)):
         begin, end = case.query_indptr[b], case.query_indptr[b + 1]
@@ -109,6 +114,24 @@ def dense_attention(
             if sinks is not None:
                 total = total + np.exp(sinks.astype(np.float64)[:, None] - top)
             out[t] = np.einsum("hn,nhd->hd", weights / total, values)
+            lse[t] = (top + np.log(total))[:, 0]
+    return out, lse
+
+
+def merge(parts: list[tuple[Array, Array]], sinks: Array | None = None) -> tuple[Array, Array]:
+    """float64 attention to the union of disjoint key sets from results and logarithms of denominators of each."""
+    outs, lses = (np.stack([np.asarray(part[i], np.float64) for part in parts]) for i in (0, 1))
+    terms = lses if sinks is None else np.concatenate([lses, np.broadcast_to(sinks, (1, *lses.shape[1:]))])
+    total = np.logaddexp.reduce(terms, axis=0)
+    return np.sum(outs * np.exp(lses - total)[..., None], axis=0), total
+
+
+def by_sequence(case: PagedCase, vectors: Array, fill: float) -> Array:
+    """Live tokens' vectors `[T, ...]` as `[B, Q, ...]`, as many a sequence as the longest has; the rest is `fill`."""
+    lengths = np.diff(case.query_indptr)
+    out = np.full((len(lengths), lengths.max(), *vectors.shape[1:]), fill, vectors.dtype)
+    for b, length in enumerate(lengths):
+        out[b, :length] = vectors[case.query_indptr[b] : case.query_indptr[b + 1]]
     return out
 
 

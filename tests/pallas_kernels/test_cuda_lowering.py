@@ -41,6 +41,7 @@ ATTENTION = {
     "softcap": (14, 2, 128, 16, {"window": 512, "softcap": 30.0}),
     "96": (16, 1, 96, 32, {}),
     "256": (8, 4, 256, 16, {"window": 512, "softcap": 50.0}),
+    "wide": (32, 2, 256, 16, {}),
     "8B fp8": (32, 8, 128, 16, {"fp8_scale": 1.0}),
     "64 fp8": (9, 3, 64, 16, {"fp8_scale": 0.5}),
     "96 fp8": (16, 1, 96, 32, {"fp8_scale": 1.0}),
@@ -48,14 +49,14 @@ ATTENTION = {
 }
 
 
-def attention_call(function, name: str, tokens: int | None):
+def attention_call(function, name: str, tokens: int | None, queries: int = 1):
     heads, kv_heads, width, entries, options = ATTENTION[name]
     sequences, stride = 4, kv_heads * entries
     call = partial(function, kv_heads=kv_heads, page_entries=entries, scale=0.1, **options)
     columns = [Array((sequences + 1,), INT), Array((512,), INT)]
     columns += [Array((sequences + 1,), INT)] if tokens else []
     columns += [Array((sequences,), INT), Array((sequences,), INT)]
-    query = Array((tokens or sequences, heads, width), BF16)
+    query = Array((tokens, heads, width) if tokens else (sequences, queries, heads, width), BF16)
     arena = Array((30_000, 32 * 2 * stride * width), jnp.uint16 if "fp8_scale" in options else BF16)
     return lambda *arguments: call(*arguments, 0, stride), (query, arena, *columns)
 
@@ -146,6 +147,11 @@ SOFTMAX = RouteRule(8, renormalise=True)
 CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
     **{f"prefill {name}": partial(attention_call, paged_prefill_attention, name, 2048) for name in ATTENTION},
+    "decode 2 queries": partial(attention_call, paged_decode_attention, "8B", None, 2),
+    "decode 5 queries": partial(attention_call, paged_decode_attention, "softcap", None, 5),
+    "decode 8 queries": partial(attention_call, paged_decode_attention, "96", None, 8),
+    "decode 8 wide queries": partial(attention_call, paged_decode_attention, "wide", None, 8),
+    "decode 8 queries fp8": partial(attention_call, paged_decode_attention, "256 fp8", None, 8),
     "prefill of few tokens": partial(attention_call, paged_prefill_attention, "8B", 8),
     "append": partial(append_call, None),
     "append fp8": partial(append_call, 2.0),
@@ -203,7 +209,7 @@ def test_layers_share_one_lowered_kernel():
 
     def layers(query, *rest):
         for _ in range(6):
-            query, _ = function(query, *rest)
+            query, *_ = function(query, *rest)
         return query
 
     assert len({module.ir for module in lower_for_cuda(layers, *arguments)}) == 1

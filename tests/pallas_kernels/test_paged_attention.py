@@ -1,14 +1,25 @@
 """Paged decode and prefill attention, interpreted, against dense float64 attention."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention, paged_decode_attention_ref
-from resin.pallas_kernels.paged_prefill import PrefillTiles, paged_prefill_attention, paged_prefill_attention_ref
-from tests.pallas_kernels.paged_cases import PagedCase, build_case, dense_attention, relative_error
+from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention
+from resin.pallas_kernels.paged_prefill import PrefillTiles, paged_prefill_attention
+from resin.pallas_kernels.paged_ref import paged_decode_attention_ref, paged_prefill_attention_ref
+from resin.plan import InvalidRequest
+from tests.pallas_kernels.paged_cases import (
+    PagedCase,
+    build_case,
+    by_sequence,
+    dense_attention,
+    dense_softmax,
+    merge,
+    relative_error,
+)
 
 LENGTHS = [1, 17, 150, 5, 70]
 # heads, kv_heads, width, page_entries, window, sinks, softcap
@@ -36,14 +47,22 @@ def options(case: PagedCase, window: int | None, sinks: bool, softcap: float | N
 
 
 def run_decode(case: PagedCase, function, chosen: dict, **extra):
+    """`[B, H, D]` of one query a sequence, and the counters."""
+    out, _, counters = run_queries(case, case.q[:, None], function, chosen, **extra)
+    return out[:, 0], counters
+
+
+def run_queries(case: PagedCase, q, function, chosen: dict, **extra):
+    """`[B, Q, H, D]`, the logarithms of denominators and the counters."""
     call = functools.partial(
         function, kv_heads=case.kv_heads, page_entries=case.page_entries, scale=case.scale, **chosen, **extra
     )
-    columns = (case.q, case.arena, case.page_indptr, case.page_ids, case.seq_lens, case.first_position)
+    columns = (q, case.arena, case.page_indptr, case.page_ids, case.seq_lens, case.first_position)
     return jax.jit(call)(*columns, case.key_row, case.value_row)
 
 
 def run_prefill(case: PagedCase, function, chosen: dict, **extra):
+    """`[T, H, D]` and the logarithms of denominators."""
     call = functools.partial(
         function, kv_heads=case.kv_heads, page_entries=case.page_entries, scale=case.scale, **chosen, **extra
     )
@@ -108,18 +127,90 @@ def test_prefill_matches_dense_attention(shape, tiles):
     )
     chosen = options(case, window, sinks, softcap)
     if tiles is None:
-        out = run_prefill(case, paged_prefill_attention_ref, chosen)
+        out, lse = run_prefill(case, paged_prefill_attention_ref, chosen, with_lse=True)
     else:
-        out = run_prefill(case, paged_prefill_attention, chosen, tiles=tiles, interpret=True)
+        out, lse = run_prefill(case, paged_prefill_attention, chosen, with_lse=True, tiles=tiles, interpret=True)
     live = case.query_indptr[-1]
-    assert relative_error(out[:live], dense_attention(case, **chosen)[:live]) < 1e-6
+    expected, denominators = dense_softmax(case, **chosen)
+    assert relative_error(out[:live], expected[:live]) < 1e-6
+    np.testing.assert_allclose(lse[:live], denominators[:live], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "tiles"), with_shapes(None, DecodeTiles(32, 3)))
+def test_several_queries_a_sequence_match_dense_attention(shape, tiles):
+    """Each sees the keys up to its own; sequences have fewer than others, one has none."""
+    heads, kv_heads, width, entries, window, sinks, softcap = shape
+    live = [1, 8, 5, 2, 3]
+    case = build_case(LENGTHS, live, heads=heads, kv_heads=kv_heads, width=width, page_entries=entries, window=window)
+    chosen = options(case, window, sinks, softcap)
+    expected, denominators = (
+        by_sequence(case, part, fill) for part, fill in zip(dense_softmax(case, **chosen), (0.0, -np.inf), strict=True)
+    )
+    q = by_sequence(case, case.q, np.nan)
+    if tiles is None:
+        function, extra = paged_decode_attention_ref, {}
+    else:
+        function, extra = paged_decode_attention, {"tiles": tiles, "interpret": True}
+    extra |= {"query_lens": np.array(live, np.int32), "with_lse": True}
+    out, lse, counters = run_queries(case, q, function, chosen, **extra)
+    assert relative_error(out, expected) < 1e-6
+    dead = np.arange(q.shape[1])[None, :] >= np.array(live)[:, None]
+    assert not np.any(np.asarray(out)[dead])
+    np.testing.assert_allclose(np.asarray(lse)[~dead], denominators[~dead], rtol=0, atol=1e-5)
+    if not sinks:
+        assert (np.asarray(lse)[dead] == -np.inf).all()
+    assert counters is None or not np.any(counters)
+
+
+def test_more_queries_than_a_program_takes_are_refused():
+    for queries, heads in ((9, 4), (5, 64)):
+        case = build_case([40], [queries], heads=heads, kv_heads=2, width=32, page_entries=16)
+        with pytest.raises(InvalidRequest, match=f"queries.*{queries}"):
+            run_queries(case, case.q[None], paged_decode_attention, {}, interpret=True)
+
+
+@pytest.mark.parametrize("function", [paged_decode_attention_ref, paged_decode_attention])
+def test_attention_to_two_key_sets_merges_to_attention_to_both(function):
+    """A sequence's first pages, and the others: the sinks of both come in at the merge, or in the kernel, which is one.
+
+    Rows of the call: the first pages of each of two sequences, the others, all.
+    """
+    case = build_case([70, 49], [1, 1], heads=6, kv_heads=2, width=64, page_entries=16)
+    sinks = np.random.default_rng(9).standard_normal(6).astype(np.float32)
+    starts, ends = case.page_indptr[:2], case.page_indptr[1:]
+    spans = [
+        *zip(starts, starts + 2, strict=True),
+        *zip(starts + 2, ends, strict=True),
+        *zip(starts, ends, strict=True),
+    ]
+    sets = replace(
+        case,
+        q=np.tile(case.q, (3, 1, 1)),
+        page_ids=np.concatenate([case.page_ids[first:end] for first, end in spans]),
+        page_indptr=np.cumsum([0, *(end - first for first, end in spans)]).astype(np.int32),
+        seq_lens=np.array([32, 32, 70, 49, 70, 49], np.int32),
+        first_position=np.array([0, 0, 32, 32, 0, 0], np.int32),
+    )
+    extra = {"with_lse": True} | ({"interpret": True} if function is paged_decode_attention else {})
+    out, lse, _ = run_queries(sets, sets.q[:, None], function, {}, **extra)
+    first, second, whole = ((out[at : at + 2, 0], lse[at : at + 2, 0]) for at in (0, 2, 4))
+    own_out, own_lse, _ = run_queries(case, case.q[:, None], function, {"sinks": sinks}, **extra)
+    for got, chosen in (
+        (merge([first, second]), None),
+        (merge([first, second], sinks), sinks),
+        (merge([whole], sinks), sinks),
+        ((own_out[:, 0], own_lse[:, 0]), sinks),
+    ):
+        expected, denominators = dense_softmax(case, sinks=chosen)
+        assert relative_error(got[0], expected) < 1e-6
+        np.testing.assert_allclose(got[1], denominators, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("function", [paged_prefill_attention_ref, paged_prefill_attention])
 def test_prefill_of_whole_and_chunked_prompts_agree(function):
     whole = build_case([70], [70], heads=4, kv_heads=2, width=64, page_entries=16)
     extra = {"interpret": True} if function is paged_prefill_attention else {}
-    full = run_prefill(whole, function, {}, **extra)
+    full, _ = run_prefill(whole, function, {}, **extra)
     tail = PagedCase(
         **{
             **{name: getattr(whole, name) for name in whole.__dataclass_fields__},
@@ -127,4 +218,4 @@ def test_prefill_of_whole_and_chunked_prompts_agree(function):
             "query_indptr": np.array([0, 33], np.int32),
         }
     )
-    np.testing.assert_allclose(run_prefill(tail, function, {}, **extra), full[37:], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(run_prefill(tail, function, {}, **extra)[0], full[37:], rtol=0, atol=2e-6)

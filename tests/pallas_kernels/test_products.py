@@ -9,6 +9,7 @@ import pytest
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
 from resin.pallas_kernels.experts import GroupedTiles, expert_ffn, expert_ffn_ref, grouped_product, sort_pairs
+from resin.pallas_kernels.gpu import H200
 from tests.pallas_kernels.paged_cases import relative_error
 
 
@@ -68,7 +69,7 @@ def test_dense_rows_that_fill_no_tile(rows):
     ("rows", "inner", "columns"), [(1, 4096, 6144), (8, 4096, 6144), (8, 14336, 4096), (8, 64, 64)]
 )
 def test_chosen_tiles_cover_the_product(rows, inner, columns):
-    tiles = choose_dense_tiles(rows, inner, columns, gated=False)
+    tiles = choose_dense_tiles(rows, inner, columns, H200, gated=False)
     assert 1 <= tiles.splits * -(-columns // tiles.block_columns) <= 528
     assert not (tiles.vector and rows > 2)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from resin.pallas_kernels.dense_small import dense_small_ref
-from resin.pallas_kernels.paged_decode import paged_decode_attention_ref
+from resin.pallas_kernels.paged_ref import paged_decode_attention_ref
 from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel, takes_heads_kernel, takes_route_kernel
 
 

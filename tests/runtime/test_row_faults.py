@@ -29,7 +29,7 @@ from tests.runtime.test_sampling import LOGITS, ROWS, VOCAB, load
 from tests.runtime.tiny_runner import tiny_options
 
 KERNELS = {
-    name: pick_kernels("cpu", cores=132, backend=backend)
+    name: pick_kernels("cpu", backend=backend)
     for name, backend in (("reference", Backend.REFERENCE), ("interpret", Backend.INTERPRET))
 }
 POLICIES: dict[str, dict[str, Any]] = {
