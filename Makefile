@@ -47,6 +47,7 @@ format: install-dev
 
 lint: install-dev
 	$(RUN)ruff check .
+	$(RUN)lint-imports --no-cache --no-logo
 
 # Compiles every kernel for GPUs that need not be here: all, or those of ARCH=90 or ARCH=100.
 kernels: install-dev

@@ -32,7 +32,7 @@ from resin import (
     SlotLoad,
     StateGroup,
 )
-from resin.plan import NOBODY, build_plan, plan_layout, smallest_bucket
+from resin.plan import NOBODY, RunnerParts, build_plan, plan_layout, smallest_bucket
 from resin.plan.cache import FP8_DTYPE, fp8_scales
 from resin.plan.layout import SEQUENCE_FLOATS, SEQUENCE_INTS
 from resin.record import Recording, Step
@@ -272,12 +272,13 @@ def build_runner(args: argparse.Namespace, recording: Recording) -> Any:
             kv_scale=scales[0] if scales else 1.0,
         )
         runner = load_runner(args.model, options)
+    parts = RunnerParts.of(runner)
     for name in ("groups", "geometry", "max_sequences"):
-        mine, theirs = getattr(runner.config, name), getattr(recording.config, name)
+        mine, theirs = getattr(parts.config, name), getattr(recording.config, name)
         if mine != theirs:
             raise InvalidRequest(f"runner.config.{name}", mine, f"the recording's {theirs}")
-    if hasattr(runner, "bind"):
-        runner.bind(recording.arena)
+    if parts.bind is not None:
+        parts.bind(recording.arena)
     return runner
 
 

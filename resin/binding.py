@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from resin.plan import ArenaSpec, BatchPlan, InvalidRequest, OverlapRunner, Runner
-from resin.plan.runner import runner_config
+from resin.plan import ArenaSpec, InvalidRequest, OverlapRunner
+from resin.plan.runner import RunnerParts
 from resin.sched.cache import CacheManager
 
 
 class Binding:
-    """A runner as its engine sees it. What it offers beside `forward` is discovered here, once.
+    """A runner as its engine sees it.
 
     Attributes:
         runner: the runner.
-        config: its RunnerConfig, or the defaults.
+        parts: what it offers beside `forward`.
         can_overlap: whether it has `dispatch` and `collect`.
-        accept: its hook that may refuse a plan, or None.
 
     Raises:
         InvalidRequest: no runner.
     """
 
     def __init__(self, runner: Any) -> None:
-        if not isinstance(runner, Runner):
-            raise InvalidRequest("runner", runner, "an object with forward(plan)")
         self.runner: Any = runner
-        self.config = runner_config(runner)
+        self.parts = RunnerParts.of(runner)
         self.can_overlap = isinstance(runner, OverlapRunner)
-        self.accept: Callable[[BatchPlan], None] | None = getattr(runner, "accept", None)
         self._is_bound = False
 
     def bind(self, cache_pages: int | None, context_length: int, *, prefix_cache: bool) -> ArenaSpec:
@@ -43,14 +38,13 @@ class Binding:
         Raises:
             InvalidRequest: too few pages, or the runner refuses.
         """
-        config = self.config
+        config, free_pages = self.parts.config, self.parts.free_pages
         if not config.groups:
             return ArenaSpec(0, 0, config.arena_dtype)
         if cache_pages is None:
             sizing = CacheManager(config.groups, config.geometry, 0, prefix_cache=prefix_cache)
             row = sizing.pages_needed(context_length, config.max_plan_tokens)
             most = 1 + row * config.max_sequences  # that requests can lease; a prefix cache fills any number
-            free_pages = getattr(self.runner, "free_pages", None)
             if free_pages is None:
                 cache_pages = most
             else:
@@ -58,15 +52,13 @@ class Binding:
         if cache_pages < 2:
             raise InvalidRequest("cache_pages", cache_pages, "at least 2 pages")
         arena = ArenaSpec(cache_pages, config.geometry.page_bytes, config.arena_dtype)
-        bind = getattr(self.runner, "bind", None)
-        if bind is not None:
-            bind(arena)
+        if self.parts.bind is not None:
+            self.parts.bind(arena)
             self._is_bound = True
         return arena
 
     def release(self) -> None:
         """Lets another engine bind the runner, if this one has; what is in flight is of no interest any more."""
         is_bound, self._is_bound = self._is_bound, False
-        unbind = getattr(self.runner, "unbind", None)
-        if is_bound and unbind is not None:
-            unbind()
+        if is_bound:
+            self.parts.unbind()

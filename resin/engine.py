@@ -33,7 +33,7 @@ from resin.plan import (
 )
 from resin.record import PlanRecorder
 from resin.sched.cache import CacheManager
-from resin.sched.commit import Committed, commit
+from resin.sched.commit import Committed, commit, stamp
 from resin.sched.keys import MediaSpan, check_media, prompt_keys
 from resin.sched.policy import Policy
 from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
@@ -52,9 +52,14 @@ class Engine:
 
     A runner serves one engine at a time: from construction until `close`, or until the engine is quarantined.
 
+    Attributes:
+        runner, parts: the runner, and what it offers beside `forward`.
+        config: the runner's.
+        arena: the pool of pages that the runner was bound to.
+        metrics: None if they are not enabled.
+
     Args:
-        runner: a Runner; what else it offers (config, bind, unbind, accept, dispatch and collect) is discovered here,
-            once.
+        runner: a Runner; what else it offers (RunnerParts, `dispatch` and `collect`) is discovered here, once.
         context_length: longest sequence in tokens, prompt and output; None takes the runner's limit.
         prefix_cache: reuse aligned prefixes across requests.
         enable_metrics: collect metrics (`engine.metrics.registry`).
@@ -85,7 +90,8 @@ class Engine:
     ) -> None:
         self.runner = runner
         self._binding = Binding(runner)
-        self.config = config = self._binding.config
+        self.parts = self._binding.parts
+        self.config = config = self.parts.config
         self.context_length = config.max_context_tokens if context_length is None else context_length
         if not 2 <= self.context_length <= config.max_context_tokens:
             raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
@@ -112,7 +118,7 @@ class Engine:
                 cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
                 self.scheduler = Scheduler(config, cache, policy or Policy())
                 self._check_capacity()
-                self.metrics = EngineMetrics(self) if enable_metrics else None
+                self.metrics = EngineMetrics(self.scheduler, self.parts.observations) if enable_metrics else None
                 self._recorder = PlanRecorder(Path(record), config, self.arena) if record is not None else None
         except BaseException:
             self._binding.release()
@@ -275,8 +281,7 @@ class Engine:
 
     def _accept(self, planned: PlannedStep) -> None:
         try:
-            if self._binding.accept is not None:
-                self._binding.accept(planned.plan)
+            self.parts.accept(planned.plan)
         except Exception:
             self.scheduler.rollback(planned)
             raise
@@ -330,6 +335,7 @@ class Engine:
                     request.first_token_s = now
         if self.metrics is not None:
             self.metrics.on_tokens(plan, committed, now)
+        stamp(self.scheduler, committed, now)
         for request, reason in committed.finished:
             self._finish(request, reason)
         for request, error in committed.failed:

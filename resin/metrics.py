@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from resin.plan import BatchPlan, Phase
-from resin.plan.runner import runner_observations
+from resin.sched.commit import Committed
 from resin.sched.request import FinishReason, Request
+from resin.sched.scheduler import Scheduler
+from resin.sched.step import PlannedStep
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from resin.engine import Engine
-    from resin.sched.commit import Committed
-    from resin.sched.step import PlannedStep
 
 HOST_S = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3e-3, 1e-2, 5e-2, 0.5)
 TOKEN_S = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.012, 0.016, 0.025, 0.04, 0.06, 0.1, 0.2, 0.4, 1.0, 4.0)
@@ -44,10 +43,16 @@ class Histogram:
 
 
 class EngineMetrics:
-    """What one engine did. `registry` serves it to prometheus_client."""
+    """What one engine did. `registry` serves it to prometheus_client.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        scheduler: read, when a step ends and when scraped; never written.
+        observations: the runner's own numbers.
+    """
+
+    def __init__(self, scheduler: Scheduler, observations: Callable[[], Mapping[str, float]]) -> None:
+        self._scheduler = scheduler
+        self._observations = observations
         self._registry: CollectorRegistry | None = None
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
@@ -91,7 +96,8 @@ class EngineMetrics:
         self.host_s["commit"].observe(seconds)
 
     def on_tokens(self, plan: BatchPlan, committed: Committed, now: float) -> None:
-        table, slots, together = self._engine.scheduler.table, committed.slots, committed.together
+        """Before the scheduler notes that the tokens came now."""
+        table, slots, together = self._scheduler.table, committed.slots, committed.together
         self.generated_tokens += len(committed.requests)
         if plan.phase is Phase.PREFILL:
             self.prompt_tokens += plan.num_tokens
@@ -104,9 +110,6 @@ class EngineMetrics:
             self.inter_token_s.observe(now - together.last_commit_s, len(committed.requests))
         else:
             self._observe_gaps(table.last_token_s[slots], now)
-        table.last_token_s[slots] = now
-        if together is not None:
-            together.last_commit_s = now
 
     def _observe_gaps(self, last_s: np.ndarray, now: float) -> None:
         """One sample a row; most rows had their latest token at the same time."""
@@ -128,19 +131,19 @@ class EngineMetrics:
 
     def collect(self) -> Iterable[Any]:
         """Prometheus families (called by the registry)."""
-        yield from _gauges(self._engine)
-        yield from _counters(self, self._engine)
+        yield from _gauges(self._scheduler)
+        yield from _counters(self, self._scheduler)
         yield from _histograms(self)
-        yield from _observations(self._engine)
+        yield from _runner_gauges(self._observations())
 
     def describe(self) -> Iterable[Any]:
         return ()
 
 
-def _gauges(engine: Engine) -> Iterable[Any]:
+def _gauges(scheduler: Scheduler) -> Iterable[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
-    scheduler, pool = engine.scheduler, engine.scheduler.cache.pool
+    pool = scheduler.cache.pool
     requests = GaugeMetricFamily("resin_requests", "Requests by state.", labels=["state"])
     requests.add_metric(["waiting"], len(scheduler.queue))
     requests.add_metric(["prefill"], len(scheduler.prefilling))
@@ -152,7 +155,7 @@ def _gauges(engine: Engine) -> Iterable[Any]:
     yield pages
 
 
-def _counters(metrics: EngineMetrics, engine: Engine) -> Iterable[Any]:
+def _counters(metrics: EngineMetrics, scheduler: Scheduler) -> Iterable[Any]:
     from prometheus_client.core import CounterMetricFamily
 
     def counter(name: str, text: str, values: Mapping[str, float], label: str = "") -> CounterMetricFamily:
@@ -166,8 +169,8 @@ def _counters(metrics: EngineMetrics, engine: Engine) -> Iterable[Any]:
     yield counter("resin_requests_finished", "Requests ended, by reason.", finished, "reason")
     yield counter("resin_prompt_tokens", "Tokens computed by prefill plans.", {"": metrics.prompt_tokens})
     yield counter("resin_generated_tokens", "Tokens generated.", {"": metrics.generated_tokens})
-    yield counter("resin_retractions", "Running requests sent back to the queue.", {"": engine.scheduler.retractions})
-    yield counter("resin_evictions", "Prefix nodes evicted.", {"": engine.scheduler.cache.evictions})
+    yield counter("resin_retractions", "Running requests sent back to the queue.", {"": scheduler.retractions})
+    yield counter("resin_evictions", "Prefix nodes evicted.", {"": scheduler.cache.evictions})
     yield counter("resin_prefix_hit_tokens", "Prompt tokens reused.", {"": metrics.prefix_hit_tokens})
     yield counter(
         "resin_prefix_ceiling_tokens",
@@ -198,8 +201,8 @@ def _histograms(metrics: EngineMetrics) -> Iterable[Any]:
     yield host
 
 
-def _observations(engine: Engine) -> Iterable[Any]:
+def _runner_gauges(observations: Mapping[str, float]) -> Iterable[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
-    for name, value in runner_observations(engine.runner).items():
+    for name, value in observations.items():
         yield GaugeMetricFamily(f"resin_runner_{name}", "Reported by the runner.", value=value)

@@ -16,9 +16,9 @@ import msgspec
 from resin import FinishedEvent, InvalidRequest, Request, TokensEvent
 from resin.plan.sampling import TokenMask
 from resin.recipes import Goal, Parser, ReasoningDelta, Recipe, TextDelta, ToolCallDelta
-from serve.commands.loading import LoadedModel
 from serve.errors import ApiError, failed, from_invalid_request, openai_body
 from serve.generation import Ending, Generation, PlainParser, Update
+from serve.loaded_model import LoadedModel
 from serve.planning import goal_of, reasoning_options, tool_use_of
 from serve.schemas.body import decode_body
 from serve.schemas.chat import to_messages

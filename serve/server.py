@@ -92,7 +92,7 @@ class HttpServer:
         self._listener = listener
         self._engine = engine
         self._recipe = recipe
-        self._tokenizer = tokenizer if tokenizer is not None else getattr(engine.runner, "tokenizer", None)
+        self._tokenizer = tokenizer if tokenizer is not None else engine.parts.tokenizer
         self._sampling = sampling or SamplingDefaults()
         self._ready = threading.Event()
         self._finished = threading.Event()

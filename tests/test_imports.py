@@ -6,32 +6,22 @@ import ast
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
+import grimp
 import pytest
+from grimp import ImportGraph
+from importlinter.api import read_configuration
+from importlinter.contracts.acyclic_siblings import AcyclicSiblingsContract
+from importlinter.contracts.forbidden import ForbiddenContract
+from importlinter.contracts.layers import LayersContract
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("resin", "serve", "bench")
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
-# Per layer, the layers it may import besides itself. Dependencies point one way, down to resin.plan.
-# "resin" stands for the modules right below resin/ (the Engine and what it reports).
-LAYERS: dict[str, set[str]] = {
-    "resin.plan": set(),
-    "resin.settings": {"resin.plan"},
-    "resin.sched": {"resin.plan"},
-    "resin.pallas_kernels": {"resin.plan"},
-    "resin.models": {"resin.plan", "resin.settings", "resin.pallas_kernels"},
-    "resin.recipes": {"resin.plan", "resin.settings", "resin.models"},
-    "resin.runtime": {"resin.plan", "resin.settings", "resin.models", "resin.pallas_kernels", "resin.recipes"},
-    "resin": {"resin.plan", "resin.settings", "resin.sched"},
-}
-LAYERS["resin.conformance"] = set(LAYERS)
-EVERY_RESIN_LAYER = set(LAYERS)
-LAYERS["serve"] = EVERY_RESIN_LAYER
-LAYERS["bench"] = EVERY_RESIN_LAYER | {"serve"}
-
+CONTRACTS = {"acyclic_siblings": AcyclicSiblingsContract, "forbidden": ForbiddenContract, "layers": LayersContract}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FILE_LINES = 500
 IMPORT_BUDGET_S = 0.150
@@ -44,42 +34,21 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer_of(module: str) -> str | None:
-    """The layer that a module belongs to; None outside this project."""
-    parts = module.split(".")
-    if parts[0] not in PACKAGES:
-        return None
-    layer = ".".join(parts[:2])
-    return layer if layer in LAYERS else parts[0]
+def broken_contracts(graph: ImportGraph) -> list[str]:
+    """Names of pyproject.toml's import contracts that the graph breaks."""
+    found = read_configuration(str(ROOT / "pyproject.toml"))
+    broken = []
+    for options in found["contracts_options"]:
+        contract = CONTRACTS[options["type"]](options["name"], found["session_options"], options)
+        if not contract.check(deepcopy(graph), verbose=False).kept:
+            broken.append(options["name"])
+    return broken
 
 
-def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import in a file, in functions and under TYPE_CHECKING as well."""
-    package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                base = ".".join([*parents[: len(parents) - node.level + 1], *([base] if base else [])])
-            for alias in node.names:
-                # `from resin import models` names a module, `from resin import Engine` a value.
-                nested = f"{base}.{alias.name}"
-                yield node.lineno, nested if nested in LAYERS else base
-
-
-def import_faults(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """Imports that point against the one-way rule."""
-    layer = layer_of(module)
-    assert layer is not None
-    faults = []
-    for line, imported in imported_modules(source, module, is_package=is_package):
-        target = layer_of(imported)
-        if imported.split(".")[0] == "tests" or (target and target != layer and target not in LAYERS[layer]):
-            faults.append(f"{module}:{line} imports {imported}: {layer} may import {sorted(LAYERS[layer])}")
-    return faults
+@pytest.fixture(scope="module")
+def graph() -> ImportGraph:
+    """Every import of the packages, wherever it stands."""
+    return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
 
 
 def kernel_calls(source: str) -> list[int]:
@@ -112,9 +81,8 @@ def test_every_folder_is_a_package() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_follows_the_rules(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    module = module_name(path)
-    faults = import_faults(source, module, is_package=path.name == "__init__.py")
-    if layer_of(module) != "resin.pallas_kernels":
+    module, faults = module_name(path), []
+    if not module.startswith("resin.pallas_kernels."):
         faults += [f"{module}:{line} uses pallas_call outside resin.pallas_kernels" for line in kernel_calls(source)]
     if VAGUE_NAMES & set(module.split(".")):
         faults.append(f"{module}: name a file after its noun")
@@ -123,39 +91,68 @@ def test_file_follows_the_rules(path: Path) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("resin.plan.batch", "from resin.sched import pool"),
-        ("resin.sched.pool", "import resin.runtime.runner"),
-        ("resin.sched.pool", "from resin import models"),
-        ("resin.sched.pool", "from resin import Engine"),
-        ("resin.sched.pool", "from .. import runtime"),
-        ("resin.sched.pool", "from ..runtime.runner import ModelRunner"),
-        ("resin.models.llama", "def load():\n    from resin.sched.pool import PagePool"),
-        ("resin.models.loading.gguf", "from ...engine import Engine"),
-        ("resin.pallas_kernels.decode", "import serve"),
-        ("resin.engine", "from resin.runtime import load_runner"),
-        ("resin.runtime.runner", "import serve.cli"),
-        ("serve.app", "import bench.cloc"),
-        ("bench.cloc", "from tests import conftest"),
-    ],
-)
-def test_forbidden_import_is_found(module: str, source: str) -> None:
-    assert len(import_faults(source, module)) == 1
+def test_imports_keep_their_contracts(graph: ImportGraph) -> None:
+    assert broken_contracts(graph) == []
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
+    ("importer", "imported"),
     [
-        ("resin.sched.pool", "import numpy as np\nfrom resin.plan import Bucket\nfrom .trie import Trie"),
-        ("resin.engine", "from resin.sched.pool import PagePool"),
-        ("serve.app", "from resin import Engine\nfrom resin.runtime import load_runner"),
-        ("bench.sweep", "import resin\nimport serve.app"),
+        ("resin.plan.batch", "resin.sched.pool"),
+        ("resin.plan.config", "resin.plan.batch"),
+        ("resin.sched.pool", "resin.runtime.runner"),
+        ("resin.sched.pool", "resin.models"),
+        ("resin.sched.pool", "resin.settings"),
+        ("resin.sched.pool", "resin"),
+        ("resin.sched.pool", "resin.engine"),
+        ("resin.sched.pool", "jax"),
+        ("resin.models.llama", "resin.sched.pool"),
+        ("resin.models.llama", "resin"),
+        ("resin.models.llama", "resin.recipes"),
+        ("resin.models.loading.gguf", "resin.engine"),
+        ("resin.models.mlp", "resin.models.llama"),
+        ("resin.pallas_kernels.heads", "resin.models.rope"),
+        ("resin.pallas_kernels.heads", "resin.settings"),
+        ("resin.pallas_kernels.heads", "serve.cli"),
+        ("resin.recipes.chatml", "resin.pallas_kernels.heads"),
+        ("resin.engine", "resin.runtime"),
+        ("resin.metrics", "resin.engine"),
+        ("resin.runtime.arena", "resin.engine"),
+        ("resin.runtime.runner", "serve.cli"),
+        ("resin.runtime.runner", "resin.conformance"),
+        ("resin.conformance.kit", "resin.conformance.equalities"),
+        ("serve.app", "bench.cloc"),
+        ("serve.offline", "serve.commands.loading"),
+        ("bench.cloc", "tests"),
     ],
 )
-def test_allowed_import_passes(module: str, source: str) -> None:
-    assert import_faults(source, module) == []
+def test_a_forbidden_import_is_found(graph: ImportGraph, importer: str, imported: str) -> None:
+    assert {importer, imported} <= graph.modules | {"tests"}
+    worse = deepcopy(graph)
+    worse.add_import(importer=importer, imported=imported)
+    assert broken_contracts(worse) != []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("resin.sched.pool", "numpy"),
+        ("resin.sched.pool", "resin.plan.batch"),
+        ("resin.engine", "resin.sched.pool"),
+        ("resin.runtime.arena", "resin.models.weights"),
+        ("serve.app", "resin.runtime.load"),
+        ("bench.sweep", "serve.app"),
+    ],
+)
+def test_an_allowed_import_passes(graph: ImportGraph, importer: str, imported: str) -> None:
+    more = deepcopy(graph)
+    more.add_import(importer=importer, imported=imported)
+    assert broken_contracts(more) == []
+
+
+def test_imports_count_wherever_they_stand(graph: ImportGraph) -> None:
+    assert "prometheus_client" in graph.find_modules_directly_imported_by("resin.metrics"), "in a function"
+    assert "resin.sched.lease" in graph.find_modules_directly_imported_by("resin.sched.request"), "for types alone"
 
 
 def test_pallas_call_is_found_however_it_is_spelled() -> None:

@@ -1,6 +1,7 @@
 """The conformance kit: runs a model through every equality that the Engine promises, and against reference logits."""
 
-from resin.conformance.kit import ConformanceKit, Settings, verify
+from resin.conformance.kit import ConformanceKit, Settings
 from resin.conformance.report import Check, Report
+from resin.conformance.verification import verify
 
 __all__ = ["Check", "ConformanceKit", "Report", "Settings", "verify"]

@@ -12,11 +12,12 @@ from resin.plan.cache import (
     WindowGroup,
     plan_geometry,
 )
+from resin.plan.config import ArenaSpec, RunnerConfig
 from resin.plan.errors import InvalidRequest, PlanRejected, ResinError
 from resin.plan.flags import RowFlag
 from resin.plan.layout import Column, PlanLayout, plan_layout
 from resin.plan.output import ForwardOutput, RowFault
-from resin.plan.runner import ArenaSpec, OverlapRunner, Runner, RunnerConfig
+from resin.plan.runner import OverlapRunner, Runner, RunnerParts
 from resin.plan.sampling import SamplingParams
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "RowFlag",
     "Runner",
     "RunnerConfig",
+    "RunnerParts",
     "SamplingParams",
     "SlotLoad",
     "StateGroup",

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from resin.plan.buckets import Bucket, Phase
 from resin.plan.cache import CacheGroup, GroupGeometry, StateGroup
+from resin.plan.config import RunnerConfig
 from resin.plan.flags import RowFlag
 from resin.plan.layout import PAGED_COLUMNS, PlanLayout, plan_layout
 from resin.plan.sampling import SAMPLING_COLUMNS
-
-if TYPE_CHECKING:
-    from resin.plan.runner import RunnerConfig
 
 NOBODY = -1  # the request of an empty place
 

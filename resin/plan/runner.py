@@ -2,83 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from resin.plan.batch import BatchPlan
-from resin.plan.buckets import Bucket, Phase
-from resin.plan.cache import CacheGeometry, CacheGroup, plan_geometry
+from resin.plan.config import ArenaSpec, RunnerConfig
 from resin.plan.errors import InvalidRequest
 from resin.plan.output import ForwardOutput
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerConfig:
-    """What a runner declares once; the Engine plans within it.
-
-    Attributes:
-        vocab_size: token ids are in [0, vocab_size); 0 leaves ids unchecked.
-        max_sequences: sequences that can run at once (device slots).
-        max_context_tokens: longest sequence, prompt and output together.
-        max_plan_tokens: tokens of the largest prefill plan (the chunk budget).
-        groups: the model's cache groups; empty for a runner that keeps its own cache.
-        geometry: page geometry of the groups.
-        buckets: compiled shapes, smallest first; empty for exact-size plans.
-        arena_dtype: dtype of the arena's elements.
-    """
-
-    vocab_size: int = 0
-    max_sequences: int = 64
-    max_context_tokens: int = 1 << 20
-    max_plan_tokens: int = 8192
-    groups: tuple[CacheGroup, ...] = ()
-    geometry: CacheGeometry = plan_geometry((), arena_dtype="float32")
-    buckets: tuple[Bucket, ...] = ()
-    arena_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name, low in (("max_sequences", 1), ("max_context_tokens", 2), ("max_plan_tokens", 1)):
-            if getattr(self, name) < low:
-                raise InvalidRequest(name, getattr(self, name), f"at least {low}")
-        if len(self.geometry.groups) != len(self.groups):
-            raise InvalidRequest(
-                "geometry", len(self.geometry.groups), f"one entry for each of {len(self.groups)} groups"
-            )
-        if self.buckets and {bucket.phase for bucket in self.buckets} != {Phase.PREFILL, Phase.DECODE}:
-            raise InvalidRequest("buckets", self.buckets, "at least one prefill and one decode bucket")
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaSpec:
-    """The one physical cache pool. Page 0 is scratch; pages 1 to num_pages - 1 are handed out."""
-
-    num_pages: int
-    page_bytes: int
-    dtype: str
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
-
-
 @runtime_checkable
 class Runner(Protocol):
-    """The minimal runner: one method, NumPy only.
-
-    Everything else is optional and discovered once, when the Engine is built:
-    `config: RunnerConfig`; `free_pages() -> int`, pages that fit memory; `bind(arena: ArenaSpec)`, called by each
-    engine that gets the runner; `unbind()`, called when it is done, after which nothing may be in flight;
-    `accept(plan)`, which may raise PlanRejected while nothing has happened yet;
-    `observations() -> Mapping[str, float]`, exported as metrics; and the two methods of OverlapRunner.
-    """
+    """The minimal runner: one method, NumPy only. RunnerParts has what else a runner may offer."""
 
     def forward(self, plan: BatchPlan) -> ForwardOutput: ...
 
 
 @runtime_checkable
 class OverlapRunner(Protocol):
-    """A runner that can hold one plan in flight while the Engine plans the next.
+    """A runner that can hold plans in flight while the Engine makes the next.
 
     Plans execute in dispatch order; FROM_SLOT rows read what the previous plan emitted.
     """
@@ -90,17 +33,44 @@ class OverlapRunner(Protocol):
     def collect(self, handle: Any) -> ForwardOutput: ...
 
 
-def runner_config(runner: object) -> RunnerConfig:
-    """The runner's declared config, or the defaults of a runner that declares none."""
-    config = getattr(runner, "config", None)
-    if config is None:
-        return RunnerConfig()
-    if not isinstance(config, RunnerConfig):
-        raise InvalidRequest("runner.config", config, "a RunnerConfig")
-    return config
+def _nothing(*_: object) -> None: ...
 
 
-def runner_observations(runner: object) -> Mapping[str, float]:
-    """Numbers a runner wants exported as metrics; empty if it offers none."""
-    observe = getattr(runner, "observations", None)
-    return observe() if observe is not None else {}
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What a runner offers beside `forward`: each of these attributes may be absent, and stands here as its default.
+
+    Attributes:
+        config: what the Engine plans within.
+        free_pages: how many pages fit memory; None: any number.
+        bind: called with the arena by each engine that gets the runner; None: the runner keeps its own cache.
+        unbind: called when an engine is done, after which nothing may be in flight.
+        accept: may raise PlanRejected while nothing has happened yet.
+        observations: numbers to export as metrics, by name.
+        tokenizer: a ChatTokenizer, for servers.
+        eos_token_ids: ids that end a turn by the checkpoint's own account, for servers.
+    """
+
+    config: RunnerConfig = RunnerConfig()  # noqa: RUF009 (frozen)
+    free_pages: Callable[[], int] | None = None
+    bind: Callable[[ArenaSpec], None] | None = None
+    unbind: Callable[[], None] = _nothing
+    accept: Callable[[BatchPlan], None] = _nothing
+    observations: Callable[[], Mapping[str, float]] = dict
+    tokenizer: Any = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, runner: object) -> RunnerParts:
+        """What the runner has of these.
+
+        Raises:
+            InvalidRequest: it is no runner, or its `config` is something else.
+        """
+        if not isinstance(runner, Runner):
+            raise InvalidRequest("runner", runner, "an object with forward(plan)")
+        found = {field.name: getattr(runner, field.name, None) for field in fields(cls)}
+        parts = cls(**{name: part for name, part in found.items() if part is not None})
+        if not isinstance(parts.config, RunnerConfig):
+            raise InvalidRequest("runner.config", parts.config, "a RunnerConfig")
+        return parts

@@ -71,7 +71,7 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, placed: LiveRows,
     live, failed = _live_rows(scheduler, planned, tokens if has_faults else None)
     requests, stop_ids = placed.requests, placed.stop_ids
     if live is None:
-        table.add(placed, COMMITTED)
+        table.add(placed.slots, placed.runs, COMMITTED)
         for append, token in zip(placed.append_output, tokens.tolist(), strict=True):
             append(token)
     else:
@@ -127,6 +127,13 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
         _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
     scheduler.note_room()  # who is done with a prompt promises to take less, and Window rows give a chunk's pages up
     return committed
+
+
+def stamp(scheduler: Scheduler, committed: Committed, now: float) -> None:
+    """Notes that the rows got their tokens now."""
+    scheduler.table.last_token_s[committed.slots] = now
+    if committed.together is not None:
+        committed.together.last_commit_s = now
 
 
 def check_output(

@@ -175,7 +175,7 @@ class Scheduler:
         table, slots = self.table, planned.slots
         if planned.rows is not None:
             self.prefill_streak = 0
-            table.add(planned.rows, ACCEPTED)
+            table.add(planned.rows.slots, planned.rows.runs, ACCEPTED)
             self.rows.steps += 1
             if self._takes_turns:
                 table.last_step[slots] = self._step

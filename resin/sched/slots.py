@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from resin.plan.layout import SEQUENCE_COLUMNS
 from resin.plan.sampling import MAX_STOP_TOKENS, SAMPLING_COLUMNS, policy_flags
 from resin.sched.request import Request
-
-if TYPE_CHECKING:
-    from resin.sched.rows import LiveRows
 
 # What one decode step does to a slot's counts when its plan is accepted and when it is committed.
 #           computed, pending, in_flight, committed, known, outputs
@@ -56,13 +51,13 @@ class SlotTable:
         self.constrained = np.zeros(rows, np.bool_)
         self.sampling = {column.name: named[column.name].view(column.dtype) for column in SAMPLING_COLUMNS}
 
-    def add(self, rows: LiveRows, change: tuple[int, ...]) -> None:
-        """Adds ACCEPTED or COMMITTED to the counts of the rows' slots."""
+    def add(self, slots: np.ndarray, runs: list[slice] | None, change: tuple[int, ...]) -> None:
+        """Adds ACCEPTED or COMMITTED to the counts of the slots, which `runs` are as slices, if they are few."""
         values = self._changes[change]
-        if rows.runs is None:
-            self.counts[rows.slots] += values[:6]
+        if runs is None:
+            self.counts[slots] += values[:6]
             return
-        for run in rows.runs:  # each one piece of memory
+        for run in runs:  # each one piece of memory
             part = self.counts[run].reshape(-1)
             part += values[: len(part)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,34 +15,12 @@ from resin.plan import InvalidRequest
 from resin.recipes import NATIVE_RECIPES, Recipe, choose_recipe, get_native_recipe
 from resin.recipes.tokenizer import ChatTokenizer
 from serve.commands.options import chosen_sampling, runner_options
+from serve.loaded_model import LoadedModel
 from serve.progress import ProgressBar
 
 if TYPE_CHECKING:
     from resin import Engine
     from resin.runtime import ModelRunner
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """An engine that is ready to step, and what turns its tokens into conversation.
-
-    Attributes:
-        name: what clients call the model.
-        recipe: None if the model has no chat format.
-        sampling: how to sample where a request does not say.
-    """
-
-    name: str
-    engine: Engine
-    tokenizer: ChatTokenizer
-    recipe: Recipe | None
-    sampling: SamplingDefaults
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end raw text, by the checkpoint's own account."""
-        own = getattr(self.engine.runner, "eos_token_ids", ())
-        return tuple(dict.fromkeys([*own, *self.tokenizer.eos_ids]))
 
 
 def load_model(args: argparse.Namespace) -> LoadedModel:

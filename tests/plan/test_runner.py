@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
-from resin import ArenaSpec, Bucket, InvalidRequest, OverlapRunner, Phase, Runner, RunnerConfig, plan_geometry
-from resin.plan.runner import runner_config, runner_observations
+from resin import (
+    ArenaSpec,
+    BatchPlan,
+    Bucket,
+    ForwardOutput,
+    InvalidRequest,
+    OverlapRunner,
+    Phase,
+    Runner,
+    RunnerConfig,
+    plan_geometry,
+)
+from resin.plan import RunnerParts
 from tests.fakes import OverlapFake, PagedFake, fake_config, history_group
 
 GROUPS = (history_group(),)
@@ -35,15 +46,25 @@ def test_an_arena_knows_its_bytes() -> None:
     assert ArenaSpec(num_pages=3, page_bytes=1 << 40, dtype="bfloat16").total_bytes == 3 << 40
 
 
-def test_what_a_runner_declares() -> None:
-    class Odd:
+def test_what_a_runner_offers() -> None:
+    class Bare:
+        def forward(self, plan: BatchPlan) -> ForwardOutput:
+            raise NotImplementedError
+
+    class Odd(Bare):
         config = "big"
 
     config = fake_config(GROUPS)
-    assert runner_config(PagedFake(config)) is config
-    assert runner_config(object()) == RunnerConfig()
+    runner = PagedFake(config)
+    found = RunnerParts.of(runner)
+    assert found.config is config and found.bind == runner.bind and found.free_pages is None
+    bare = RunnerParts.of(Bare())
+    assert bare == RunnerParts() and bare.config == RunnerConfig()
+    bare.unbind()
+    assert bare.observations() == {} and bare.bind is None and bare.eos_token_ids == ()
     with pytest.raises(InvalidRequest, match="RunnerConfig"):
-        runner_config(Odd())
-    assert runner_observations(object()) == {}
-    assert isinstance(PagedFake(config), Runner) and not isinstance(PagedFake(config), OverlapRunner)
+        RunnerParts.of(Odd())
+    with pytest.raises(InvalidRequest, match="forward"):
+        RunnerParts.of(object())
+    assert isinstance(runner, Runner) and not isinstance(runner, OverlapRunner)
     assert isinstance(OverlapFake(config), OverlapRunner)

@@ -152,7 +152,7 @@ def test_rows_agree_with_a_plain_model() -> None:
                 count, seated = len(paused), {request: place for place, request in enumerate(order)}
                 paused = set(range(len(order) - count, len(order)))
             elif rows.num_live:
-                table.add(rows.live(), (1, 1, 1, 0, 0, 0))
+                table.add(rows.live().slots, rows.live().runs, (1, 1, 1, 0, 0, 0))
                 rows.steps += 1
             live = {place: request for request, place in seated.items() if place not in paused}
             placed = rows.live()

@@ -11,7 +11,7 @@ from resin.recipes import get_native_recipe
 from resin.recipes.tokenizer import ChatTokenizer
 from serve import cli
 from serve.commands import serving
-from serve.commands.loading import LoadedModel
+from serve.loaded_model import LoadedModel
 from tests.recipes.byte_tokenizer import CONTROLS
 from tests.recipes.tiny_tokenizers import byte_level
 from tests.serve.scripted_runner import ScriptedRunner

@@ -32,7 +32,7 @@ def patch():
     from resin.models.workers import worker_pool
     from resin.recipes import get_native_recipe
     from serve.commands import chat
-    from serve.commands.loading import LoadedModel
+    from serve.loaded_model import LoadedModel
     from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
 
     def load(args: Any) -> LoadedModel:

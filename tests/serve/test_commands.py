@@ -25,8 +25,8 @@ from resin.models.testing import TINY_CONFIGS, random_checkpoint, write_checkpoi
 from resin.recipes import get_native_recipe
 from serve.cli import main
 from serve.commands import chat, generate, loading
-from serve.commands.loading import LoadedModel
 from serve.commands.options import chosen_sampling
+from serve.loaded_model import LoadedModel
 from tests.serve.conftest import CALL, WORDS
 from tests.serve.scripted_runner import CHOSEN_LOGPROB, TOKENIZER, ScriptedRunner
 from tests.serve.test_structured import SCHEMA, fits

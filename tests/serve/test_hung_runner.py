@@ -140,7 +140,7 @@ from resin import Engine
 from resin.recipes import get_native_recipe
 from serve import cli, server
 from serve.commands import serving
-from serve.commands.loading import LoadedModel
+from serve.loaded_model import LoadedModel
 from resin.models.sampling_defaults import SamplingDefaults
 from tests.serve.scripted_runner import TOKENIZER, ScriptedRunner
 server.STOP_LIMIT_S = 0.2

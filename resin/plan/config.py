@@ -1,0 +1,58 @@
+"""What a runner declares once: RunnerConfig, and the arena that an engine binds it to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from resin.plan.buckets import Bucket, Phase
+from resin.plan.cache import CacheGeometry, CacheGroup, plan_geometry
+from resin.plan.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What a runner declares once; the Engine plans within it.
+
+    Attributes:
+        vocab_size: token ids are in [0, vocab_size); 0 leaves ids unchecked.
+        max_sequences: sequences that can run at once (device slots).
+        max_context_tokens: longest sequence, prompt and output together.
+        max_plan_tokens: tokens of the largest prefill plan (the chunk budget).
+        groups: the model's cache groups; empty for a runner that keeps its own cache.
+        geometry: page geometry of the groups.
+        buckets: compiled shapes, smallest first; empty for exact-size plans.
+        arena_dtype: dtype of the arena's elements.
+    """
+
+    vocab_size: int = 0
+    max_sequences: int = 64
+    max_context_tokens: int = 1 << 20
+    max_plan_tokens: int = 8192
+    groups: tuple[CacheGroup, ...] = ()
+    geometry: CacheGeometry = plan_geometry((), arena_dtype="float32")
+    buckets: tuple[Bucket, ...] = ()
+    arena_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_sequences", 1), ("max_context_tokens", 2), ("max_plan_tokens", 1)):
+            if getattr(self, name) < low:
+                raise InvalidRequest(name, getattr(self, name), f"at least {low}")
+        if len(self.geometry.groups) != len(self.groups):
+            raise InvalidRequest(
+                "geometry", len(self.geometry.groups), f"one entry for each of {len(self.groups)} groups"
+            )
+        if self.buckets and {bucket.phase for bucket in self.buckets} != {Phase.PREFILL, Phase.DECODE}:
+            raise InvalidRequest("buckets", self.buckets, "at least one prefill and one decode bucket")
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSpec:
+    """The one physical cache pool. Page 0 is scratch; pages 1 to num_pages - 1 are handed out."""
+
+    num_pages: int
+    page_bytes: int
+    dtype: str
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
