@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from resin.pallas_kernels.draw import Draw
+from resin.pallas_kernels.gates import SILU
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.mxfp4 import PackedMatrices, packed_shapes
 from resin.pallas_kernels.route import RouteRule
@@ -213,7 +214,7 @@ def product_case(name: str, rows: int, inner: int, columns: int, norm: bool, gat
     added = normal(3, rows, columns) if residual else None
 
     def call(function: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
-        out: jax.Array = function(x, weight, norm=scale, gate="silu" if gate else None, residual=added)[0]
+        out: jax.Array = function(x, weight, norm=scale, gate=SILU if gate else None, residual=added)[0]
         return out
 
     return KernelCase(

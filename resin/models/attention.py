@@ -88,5 +88,5 @@ class Attention(nnx.Module):
                 self.layer, x, self.qkv[...], bias, self.rope, norm=norm, norms=norms, sinks=sinks
             )
             out = out.reshape(x.shape[0], self.heads * self.layer.head_dim)
-            out = context.product(out, self.output[...], residual=residual, is_partial=True)
-            return out if self.output_bias is None else out + self.output_bias[...][None, :]
+            output_bias = None if self.output_bias is None else self.output_bias[...]
+            return context.product(out, self.output[...], bias=output_bias, residual=residual, is_partial=True)

@@ -212,27 +212,31 @@ class Context(abc.ABC):
         weight: jax.Array,
         *,
         norm: RMSNorm | None = None,
+        bias: jax.Array | None = None,
         gate: GateFunction | None = None,
         residual: jax.Array | None = None,
         is_partial: bool = False,
         out_dtype: str | None = None,
     ) -> jax.Array:
-        """`residual + gated(norm(x) @ weight)`, in as few kernels as the platform allows.
+        """`residual + gated(norm(x) @ weight + bias)`, in as few kernels as the platform allows.
 
         Args:
             x: [T, K].
             weight: [K, N].
             norm: of x before the product.
+            bias: [N] added to the product; None for none.
             gate: joins the first half of the columns with the second.
             residual: [T, N] (gated: N / 2), added at the end.
             is_partial: K is cut over the mesh axis "tp", so that the devices' products add up.
             out_dtype: of the result; None for x's.
         """
         out = jnp.matmul(x if norm is None else norm(x), weight, preferred_element_type=out_dtype)
-        if gate is not None:
-            out = gate(*jnp.split(out, 2, axis=-1))
         if is_partial:
             out = self.sum_tp(out)
+        if bias is not None:
+            out = out + bias[None, :]
+        if gate is not None:
+            out = gate(*jnp.split(out, 2, axis=-1))
         return out if residual is None else residual + out
 
     def route(self, router: Router, x: jax.Array, norm: RMSNorm | None) -> Routed:

@@ -16,7 +16,7 @@ from resin.models.routers import Router
 from resin.models.shift import shift_chunks
 from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
-from resin.pallas_kernels.gates import Gate, GateFunction, Kind
+from resin.pallas_kernels.gates import Gate, GateFunction
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.table import (
@@ -111,7 +111,7 @@ class PagedContext(Context):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         fits = self.phase is Phase.DECODE and takes_heads_kernel(x.shape[0], weight.size) and x.dtype == jnp.bfloat16
-        if self._is_reference or not fits or bias is not None or not _kernels_take(norm, norms):
+        if self._is_reference or not fits or not _kernels_take(norm, norms):
             return super().attend_product(layer, x, weight, bias, rope, norm=norm, norms=norms, sinks=sinks)
         rows, key_row, value_row = self._layer_rows(layer)
         joined = weight.shape[1] // layer.head_dim
@@ -129,6 +129,7 @@ class PagedContext(Context):
                 kv_heads=layer.kv_heads,
                 page_entries=rows.page_entries,
                 **_norm_arguments(norm),
+                bias=bias,
                 head_eps=1e-6 if norms is None else norms[0].eps,
                 fp8_scale=rows.fp8_scale,
                 counters=self._zero_counters("dense", joined),
@@ -177,23 +178,31 @@ class PagedContext(Context):
         weight: jax.Array,
         *,
         norm: RMSNorm | None = None,
+        bias: jax.Array | None = None,
         gate: GateFunction | None = None,
         residual: jax.Array | None = None,
         is_partial: bool = False,
         out_dtype: str | None = None,
     ) -> jax.Array:
-        kind = _kind_of(gate)
         fits = takes_dense_kernel(x.shape[0], weight.size, is_gated=gate is not None, has_residual=residual is not None)
-        fits = fits and x.dtype == jnp.bfloat16 and (gate is None) == (kind is None) and _kernels_take(norm)
+        fits = fits and x.dtype == jnp.bfloat16 and (gate is None or isinstance(gate, Gate)) and _kernels_take(norm)
         if self._is_reference or not fits or (is_partial and self.tp > 1):
             return super().product(
-                x, weight, norm=norm, gate=gate, residual=residual, is_partial=is_partial, out_dtype=out_dtype
+                x,
+                weight,
+                norm=norm,
+                bias=bias,
+                gate=gate,
+                residual=residual,
+                is_partial=is_partial,
+                out_dtype=out_dtype,
             )
         out, counters = self._kernels.dense(
             x,
             weight,
             **_norm_arguments(norm),
-            gate=kind,
+            bias=bias,
+            gate=gate,
             residual=residual,
             out_dtype=out_dtype,
             counters=self._zero_counters("dense", -(-weight.shape[1] // 16)),
@@ -354,11 +363,6 @@ class PagedContext(Context):
             flat = self.arena.reshape(-1, words.shape[-1])
             flat = flat.at[index].set(words, mode="promise_in_bounds")
             self.arena = flat.reshape(self.arena.shape)
-
-
-def _kind_of(gate: GateFunction | None) -> Kind | None:
-    """The gate as a product's kernel knows it: an activation times up, and no more."""
-    return gate.kind if isinstance(gate, Gate) and gate == Gate(kind=gate.kind) else None
 
 
 def _kernels_take(norm: RMSNorm | None, heads: tuple[RMSNorm, RMSNorm] | None = None) -> bool:

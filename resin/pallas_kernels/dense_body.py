@@ -239,6 +239,16 @@ def _kernel(*refs, spec: ProductSpec, finish: Finish, structure, results: int):
         counter_ref[index] = 0
 
 
+def add_bias(sums: Sequence[jax.Array], bias_ref, block: ColumnBlock, spec: ProductSpec) -> list[jax.Array]:
+    """The parts' sums and the columns' biases."""
+    mask, other = (None, None) if block.real is None else (block.real, 0)
+    biases = [
+        plgpu.load(bias_ref.at[part * spec.part_stride + block.column], mask=mask, other=other)
+        for part in range(spec.parts)
+    ]
+    return [total + bias.astype(jnp.float32)[None, :] for total, bias in zip(sums, biases, strict=True)]
+
+
 def _matrix_product(refs, block, first_step, steps, spec: ProductSpec):
     """Sums of squares `[row_tile]` and one `[row_tile, block_columns]` product a part."""
     walk = functools.partial(_matrix_step, refs, block, first_step, spec)

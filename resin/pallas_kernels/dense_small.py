@@ -1,21 +1,22 @@
-"""Dense products of few rows (M <= 128) with a normalisation before and an activation or residual after.
+"""Dense products of few rows (M <= 128) with a normalisation before and bias, gate and residual after.
 
-y = f(rmsnorm(x) @ W) or residual + rmsnorm(x) @ W, with W `[K, N]` read once, as `dense_body` says. A gated pair reads
+y = residual + f(rmsnorm(x) @ W + b), with W `[K, N]` read once, as `dense_body` says. A gated pair reads
 the gate columns `[:, :N/2]` and the up columns `[:, N/2:]` of one fused weight in the same program.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
+from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, add_bias, normalise, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
-from resin.pallas_kernels.gates import Kind, activate
+from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.gpu import H200, Gpu
 
 
@@ -25,7 +26,8 @@ def dense_small(
     *,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
-    gate: Kind | None = None,
+    bias: jax.Array | None = None,
+    gate: Gate | None = None,
     residual: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     counters: jax.Array | None = None,
@@ -33,15 +35,16 @@ def dense_small(
     tiles: DenseTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`residual + gate(rmsnorm(x) @ weight)` for at most 128 rows.
+    """`residual + gate(rmsnorm(x) @ weight + bias)` for at most 128 rows.
 
     Args:
         x: `[M, K]`.
         weight: `[K, N]` in x's dtype; with `gate`, gate columns then up columns.
         norm: `[K]` weight of the RMSNorm before the product; None for no norm.
         eps: added to the mean square.
-        gate: activation of the gate half: the result is `activation(gate) * up`, `[M, N / 2]`.
-        residual: `[M, N]` added to the result.
+        bias: `[N]` added to the product; None for none.
+        gate: joins the gate half with the up half: the result is `[M, N / 2]`.
+        residual: `[M, N]` or, gated, `[M, N / 2]`, added to the result.
         out_dtype: dtype of the result; None for x's.
         counters: int32 zeros, at least one a column block, given back as zeros; None has XLA clear new ones.
         gpu: what tiles are chosen for.
@@ -64,13 +67,22 @@ def dense_small(
         interpret=interpret,
     )
     shape = jax.ShapeDtypeStruct((rows, columns), jnp.dtype(out_dtype or x.dtype))
-    (out,), counters = run_product(spec, _finish, (shape,), Operands(x, weight, norm, residual), counters)
+    (out,), counters = run_product(
+        spec, _finish, (shape,), Operands(x, weight, norm, _Extras(bias, residual)), counters
+    )
     return out, counters
+
+
+class _Extras(NamedTuple):
+    """What the finish reads beside the product."""
+
+    bias: Any
+    residual: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spec(ProductSpec):
-    gate: Kind | None
+    gate: Gate | None
 
     @property
     def name(self) -> str:
@@ -83,11 +95,11 @@ class _Spec(ProductSpec):
 
 
 def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) -> None:
-    """Activation, residual, store."""
-    (out_ref,), residual_ref = results, operands.extras
-    out = sums[0]
-    if spec.gate is not None:
-        out = activate(spec.gate, out) * sums[1]
+    """Bias, gate, residual, store."""
+    (out_ref,), (bias_ref, residual_ref) = results, operands.extras
+    if bias_ref is not None:
+        sums = add_bias(sums, bias_ref, block, spec)
+    out = sums[0] if spec.gate is None else spec.gate(sums[0], sums[1])
     row = jnp.arange(spec.row_tile, dtype=jnp.int32)
     inside = (row < spec.rows)[:, None] & block.inside[None, :]
     at = (row[:, None], block.column[None, :])
@@ -102,7 +114,8 @@ def dense_small_ref(
     *,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
-    gate: Kind | None = None,
+    bias: jax.Array | None = None,
+    gate: Gate | None = None,
     residual: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     counters: jax.Array | None = None,
@@ -112,9 +125,10 @@ def dense_small_ref(
     x = normalise(x, norm, eps)
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jnp.dot(x, weight, precision=exact, preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None, :]
     if gate is not None:
-        first, second = jnp.split(out, 2, axis=-1)
-        out = activate(gate, first) * second
+        out = gate(*jnp.split(out, 2, axis=-1))
     if residual is not None:
         out = out + residual.astype(jnp.float32)
     return out.astype(out_dtype), counters

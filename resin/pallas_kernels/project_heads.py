@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, run_product
+from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, add_bias, run_product
 from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_head_tiles
 from resin.pallas_kernels.fp8 import check_kernel_arena, row_elements
@@ -35,6 +35,7 @@ def project_heads(
     page_entries: int,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
+    bias: jax.Array | None = None,
     head_eps: float = 1e-6,
     fp8_scale: float | None = None,
     counters: jax.Array | None = None,
@@ -42,7 +43,7 @@ def project_heads(
     tiles: DenseTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`rope_append(rmsnorm(x) @ weight)` for at most 64 rows, in one kernel.
+    """`rope_append(rmsnorm(x) @ weight + bias)` for at most 64 rows, in one kernel.
 
     Args:
         x: `[M, hidden]`.
@@ -51,7 +52,7 @@ def project_heads(
         arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
         key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
         heads, kv_heads, page_entries: H and K on this device, entries a page.
-        norm, eps, counters, gpu, tiles, interpret: as in `dense_small`; a tile's columns are those of half a head.
+        norm, eps, bias, counters, gpu, tiles, interpret: as in `dense_small`; a tile has the columns of half a head.
         head_eps: of the head norms.
         fp8_scale: as in `rope_append`.
 
@@ -84,7 +85,7 @@ def project_heads(
         interpret=interpret,
     )
     shape = jax.ShapeDtypeStruct((rows, heads, width), x.dtype)
-    extras = new, plane_rows(key_row, value_row)
+    extras = new, plane_rows(key_row, value_row), bias
     operands = Operands(x, weight, norm, extras, arena.reshape(-1, elements))
     (q, held), counters = run_product(spec, _finish, (shape,), operands, counters)
     return q, held.reshape(arena.shape), counters
@@ -120,7 +121,9 @@ class _Spec(ProductSpec):
 
 def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) -> None:
     """One head of every row: norm, rotation, store."""
-    (q_ref, arena_ref), (new, planes_ref), heads = results, operands.extras, spec.heads
+    (q_ref, arena_ref), (new, planes_ref, bias_ref), heads = results, operands.extras, spec.heads
+    if bias_ref is not None:
+        sums = add_bias(sums, bias_ref, block, spec)
     token = jnp.arange(sums[0].shape[0], dtype=jnp.int32)
     lanes = jnp.arange(sums[0].shape[1], dtype=jnp.int32)
     head = jnp.full_like(token, block.number)
@@ -146,12 +149,13 @@ def project_heads_ref(
     page_entries: int,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
+    bias: jax.Array | None = None,
     head_eps: float = 1e-6,
     fp8_scale: float | None = None,
     counters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The same function in plain XLA, one after the other. Arguments as in `project_heads`."""
-    joined, _ = dense_small_ref(x, weight, norm=norm, eps=eps)
+    joined, _ = dense_small_ref(x, weight, norm=norm, eps=eps, bias=bias)
     joined = joined.reshape(x.shape[0], heads + 2 * kv_heads, -1)
     q, arena, *_ = rope_append_ref(
         joined,

@@ -200,6 +200,8 @@ def check_project_heads(point: Point, rows: int, *, interpret: bool, tiles: Dens
     sizes = {"heads": heads, "kv_heads": kv_heads, "page_entries": entries, "fp8_scale": point.fp8_scale}
     arguments = (x, weight, NewTokens(*turn, pages_of, places % entries, *norms), arena)
     arguments += (2 * kv_heads * entries, 3 * kv_heads * entries)
+    if point.index % 3:
+        sizes["bias"] = rng.standard_normal(weight.shape[1]).astype(ml_dtypes.bfloat16)
     kernel = functools.partial(project_heads, **sizes, norm=norm, tiles=tiles, interpret=interpret)
     poison_memory()
     query, held, counters = jax.jit(kernel)(*arguments)

@@ -12,7 +12,7 @@ from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.draw import Draw
 from resin.pallas_kernels.experts import expert_ffn
 from resin.pallas_kernels.experts_packed import packed_expert_ffn
-from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.mxfp4 import PackedMatrices, packed_shapes
 from resin.pallas_kernels.paged_decode import paged_decode_attention
@@ -72,24 +72,34 @@ def append_call(fp8_scale: float | None, tokens: int = 64, with_keys: bool = Fal
     return function, (Array((tokens, 48, 128), BF16), turn, turn, arena, place, place, Array((128,), BF16))
 
 
-def dense_call(rows: int, inner: int, columns: int, gate: str | None):
-    def function(x, weight, norm):
-        return dense_small(x, weight, norm=norm, gate=gate)[0]
+def dense_call(rows: int, inner: int, columns: int, gate: Gate | None, with_bias: bool = False):
+    def function(x, weight, norm, *bias):
+        return dense_small(x, weight, norm=norm, gate=gate, bias=bias[0] if bias else None)[0]
 
-    return function, (Array((rows, inner), BF16), Array((inner, columns), BF16), Array((inner,), BF16))
+    bias = [Array((columns,), BF16)] if with_bias else []
+    return function, (Array((rows, inner), BF16), Array((inner, columns), BF16), Array((inner,), BF16), *bias)
 
 
-def heads_call(rows: int, heads: int, kv_heads: int, width: int, norms: bool = False, fp8_scale: float | None = None):
+def heads_call(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    norms: bool = False,
+    fp8_scale: float | None = None,
+    bias: bool = False,
+):
     call = partial(project_heads, heads=heads, kv_heads=kv_heads, page_entries=16, fp8_scale=fp8_scale)
 
-    def function(x, weight, norm, new, arena):
-        return call(x, weight, new, arena, 0, 16 * kv_heads, norm=norm)
+    def function(x, weight, norm, new, arena, *biases):
+        return call(x, weight, new, arena, 0, 16 * kv_heads, norm=norm, bias=biases[0] if biases else None)
 
     turn, place = Array((rows, width // 2), FLOAT), Array((rows,), INT)
     new = NewTokens(turn, turn, place, place, *([Array((width,), BF16)] * 2 if norms else []))
-    weight = Array((4096, (heads + 2 * kv_heads) * width), BF16)
+    columns = (heads + 2 * kv_heads) * width
     arena = Array((30_000, 64 * kv_heads * 16 * width), BF16 if fp8_scale is None else jnp.uint16)
-    return function, (Array((rows, 4096), BF16), weight, Array((4096,), BF16), new, arena)
+    arrays = Array((rows, 4096), BF16), Array((4096, columns), BF16), Array((4096,), BF16), new, arena
+    return function, (*arrays, *([Array((columns,), BF16)] if bias else []))
 
 
 def route_call(rows: int, inner: int, experts: int, rule: RouteRule):
@@ -113,7 +123,7 @@ def experts_call(tokens: int, around: bool = False):
 
 def packed_call(tokens: int, experts: int = 32, hidden: int = 2880, width: int = 2880):
     """gpt-oss: biases, a clamped gate, a factor before and a residual after."""
-    call = partial(packed_expert_ffn, gate=Gate(alpha=1.702, limit=7.0, up_bias=1.0))
+    call = partial(packed_expert_ffn, gate=CLAMPED)
 
     def function(x, ids, weights, gate_up, down, up_bias, down_bias, factor):
         return call(x, ids, weights, gate_up, down, biases=(up_bias, down_bias), factor=factor, residual=x)
@@ -143,6 +153,7 @@ def state_call(sequences: int, tokens: int, width: int, taps: int, dtype=BF16):
     return function, (*arrays, *columns)
 
 
+CLAMPED = Gate(alpha=1.702, limit=7.0, up_bias=1.0)
 SOFTMAX = RouteRule(8, renormalise=True)
 CALLS = {
     **{f"decode {name}": partial(attention_call, paged_decode_attention, name, None) for name in ATTENTION},
@@ -157,14 +168,18 @@ CALLS = {
     "append fp8": partial(append_call, 2.0),
     "append of a long prompt": partial(append_call, None, 8192, True),
     "dense 1 row": partial(dense_call, 1, 4096, 6144, None),
-    "dense 1 row gated": partial(dense_call, 1, 4096, 28672, "silu"),
+    "dense 1 row gated": partial(dense_call, 1, 4096, 28672, SILU),
     "dense 2 rows small": partial(dense_call, 2, 1024, 3072, None),
     "dense 1 row square": partial(dense_call, 1, 4096, 4096, None),
     "dense 8 rows small": partial(dense_call, 8, 3072, 1024, None),
-    "dense 8 rows small gated": partial(dense_call, 8, 1024, 6144, "silu"),
-    "dense 16 rows": partial(dense_call, 16, 14336, 4096, "gelu_tanh"),
-    "dense 32 rows gated": partial(dense_call, 32, 4096, 28672, "silu"),
+    "dense 8 rows small gated": partial(dense_call, 8, 1024, 6144, SILU),
+    "dense 16 rows": partial(dense_call, 16, 14336, 4096, Gate("gelu_tanh")),
+    "dense 32 rows gated": partial(dense_call, 32, 4096, 28672, SILU),
     "dense 64 rows": partial(dense_call, 64, 14336, 4096, None),
+    "dense 4 rows with bias": partial(dense_call, 4, 4096, 2880, None, True),
+    "dense 2 rows gated with bias": partial(dense_call, 2, 2880, 5760, CLAMPED, True),
+    "heads 1 row with bias": partial(heads_call, 1, 64, 8, 64, bias=True),
+    "heads 32 rows with bias": partial(heads_call, 32, 28, 4, 128, bias=True),
     "heads 1 row": partial(heads_call, 1, 32, 8, 128),
     "heads 8 rows": partial(heads_call, 8, 14, 2, 64, norms=True),
     "heads 32 rows": partial(heads_call, 32, 32, 8, 128, norms=True),

@@ -11,7 +11,7 @@ from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.draw import sample_tokens_ref
 from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
 from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
-from resin.pallas_kernels.gates import Gate
+from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.mxfp4 import PackedMatrices, pack_factors, pack_words, scale_shift
 from resin.pallas_kernels.paged_decode import MAX_ROWS, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
@@ -164,9 +164,10 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
     ("rows", "inner", "columns", "gate"),
     [
         (1, 4096, 6144, None),
-        (4, 1024, 6144, "silu"),
+        (4, 1024, 6144, SILU),
+        (2, 1024, 6144, Gate(alpha=1.702, limit=2.0, up_bias=1.0)),
         (7, 576, 1536, None),
-        (16, 4096, 4096, "silu"),
+        (16, 4096, 4096, Gate("gelu_tanh")),
         (33, 2048, 1000, None),
         (1, 4096, 4096, None),
         (8, 4096, 4096, None),
@@ -174,12 +175,13 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
 )
 def test_dense(rows, inner, columns, gate):
     """Without a gate, a residual."""
-    keys = jax.random.split(jax.random.key(fresh_seed()), 4)
+    keys = jax.random.split(jax.random.key(fresh_seed()), 5)
     x = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
     norm = 1 + jax.random.normal(keys[1], (inner,), jnp.bfloat16) / 4
     weight = jax.random.normal(keys[2], (inner, columns), jnp.bfloat16) * inner**-0.5
     residual = None if gate else jax.random.normal(keys[3], (rows, columns), jnp.bfloat16)
-    call = {"norm": norm, "gate": gate, "residual": residual}
+    bias = jax.random.normal(keys[4], (columns,), jnp.bfloat16)
+    call = {"norm": norm, "bias": bias, "gate": gate, "residual": residual}
     poison_memory()
     out, _ = jax.jit(functools.partial(dense_small, **call))(x, weight)
     expected, _ = jax.jit(functools.partial(dense_small_ref, **call))(x, weight)

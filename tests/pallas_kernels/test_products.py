@@ -9,6 +9,7 @@ import pytest
 from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
 from resin.pallas_kernels.experts import GroupedTiles, expert_ffn, expert_ffn_ref, grouped_product, sort_pairs
+from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.gpu import H200
 from tests.pallas_kernels.paged_cases import relative_error
 
@@ -25,33 +26,45 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+GATES = {
+    "silu": (SILU, lambda gate, up: silu(gate) * up),
+    "gelu_tanh": (Gate("gelu_tanh"), lambda gate, up: gelu_tanh(gate) * up),
+    "clamped": (Gate(alpha=1.702, limit=1.5, up_bias=1.0), clamped),
+}
 
 
 @pytest.mark.parametrize(
     "tiles", [None, DenseTiles(32, 32), DenseTiles(16, 16, splits=3), DenseTiles(32, 32, vector=True)]
 )
 @pytest.mark.parametrize(
-    ("rows", "inner", "columns", "norm", "gate", "residual"),
+    ("rows", "inner", "columns", "norm", "bias", "gate", "residual"),
     [
-        (1, 64, 96, True, None, False),
-        (4, 72, 80, True, "silu", False),
-        (3, 100, 50, False, None, True),
-        (2, 128, 64, True, "gelu_tanh", False),
+        (1, 64, 96, True, False, None, False),
+        (4, 72, 80, True, False, "silu", False),
+        (3, 100, 50, False, True, None, True),
+        (2, 128, 64, True, False, "gelu_tanh", False),
+        (2, 48, 72, True, True, "clamped", False),
     ],
 )
-def test_dense_matches_float64(rows, inner, columns, norm, gate, residual, tiles):
+def test_dense_matches_float64(rows, inner, columns, norm, bias, gate, residual, tiles):
     x, weight = 3 * normal(1, rows, inner), normal(2, inner, columns)
     scale = normal(3, inner) if norm else None
     added = normal(4, rows, columns) if residual else None
+    biases = normal(5, columns) if bias else None
     function = dense_small_ref if tiles is None else functools.partial(dense_small, tiles=tiles, interpret=True)
-    out, _ = jax.jit(functools.partial(function, norm=scale, eps=1e-5, gate=gate, residual=added))(x, weight)
+    call = {"norm": scale, "eps": 1e-5, "bias": biases, "gate": GATES[gate][0] if gate else None, "residual": added}
+    out, _ = jax.jit(functools.partial(function, **call))(x, weight)
     wide = x.astype(np.float64)
     if norm:
         wide = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * scale
-    expected = wide @ weight.astype(np.float64)
+    expected = wide @ weight.astype(np.float64) + (biases if bias else 0)
     if gate:
-        expected = ACTIVATIONS[gate](expected[:, : columns // 2]) * expected[:, columns // 2 :]
+        expected = GATES[gate][1](expected[:, : columns // 2], expected[:, columns // 2 :])
     if residual:
         expected = expected + added
     assert relative_error(out, expected) < 2e-6
