@@ -21,6 +21,7 @@ from resin import (
     SamplingParams,
 )
 from resin.plan import build_plan
+from resin.plan.layout import HEADER
 from resin.runtime.bucket_table import build_buckets
 from resin.sched.cache import CacheManager
 
@@ -148,9 +149,15 @@ def resident_plan(case: Case, config: RunnerConfig, num_pages: int, params: Samp
     if plan.num_sequences != case.sequences or (plan.seq_lens[: case.sequences] != case.context_tokens).any():
         raise RuntimeError(f"{case}: the planner made {plan.num_sequences} rows of {plan.seq_lens} tokens")
     if case.phase is Phase.DECODE:
-        # As in the middle of a run: each row takes the token that its slot emitted last.
-        plan = with_flags(plan, config, add=RowFlag.FROM_SLOT)
+        # Each row a token of its own, as in the middle of a run. From its slot it would stand further on at every run.
+        plan = _with_tokens(plan, config, np.concatenate(random_prompts(case, config.vocab_size, [case.sequences], 1)))
     return scatter_pages(plan, config, num_pages)
+
+
+def _with_tokens(plan: BatchPlan, config: RunnerConfig, token_ids: np.ndarray) -> BatchPlan:
+    buffer = plan.buffer.copy()
+    plan.layout.view(buffer, "token_ids")[: len(token_ids)] = token_ids
+    return build_plan(config, plan.bucket, buffer, step=plan.step, request_ids=plan.request_ids)
 
 
 def with_flags(
@@ -167,9 +174,9 @@ def with_flags(
     columns = plan.layout.views(buffer)
     flags = columns["row_flags"][: plan.num_sequences]
     flags[:] = (flags | int(add)) & ~int(drop)
-    columns["header"][2] = np.bitwise_or.reduce(flags)
+    columns["header"][HEADER.any_flags] = np.bitwise_or.reduce(flags)
     if top_logprobs is not None:
-        columns["header"][3] = top_logprobs
+        columns["header"][HEADER.top_logprobs] = top_logprobs
     if is_greedy:
         columns["temperature"][:] = 0
     return build_plan(config, plan.bucket, buffer, step=plan.step, request_ids=plan.request_ids)
@@ -180,6 +187,6 @@ def scatter_pages(plan: BatchPlan, config: RunnerConfig, num_pages: int, seed: i
     moved = np.concatenate([[0], 1 + np.random.default_rng(seed).permutation(num_pages - 1)]).astype(np.int32)
     buffer = plan.buffer.copy()
     for name, column in plan.layout.views(buffer).items():
-        if name.split(":")[0] in ("page_ids", "append_pages", "input_pages", "output_pages"):
+        if name.split(":")[0] in ("page_ids", "input_pages", "output_pages"):
             column[:] = moved[column]
     return build_plan(config, plan.bucket, buffer, step=plan.step, request_ids=plan.request_ids)

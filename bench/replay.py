@@ -34,7 +34,7 @@ from resin import (
 )
 from resin.plan import NOBODY, RunnerParts, build_plan, plan_layout, smallest_bucket
 from resin.plan.cache import FP8_DTYPE, fp8_scales
-from resin.plan.layout import SEQUENCE_FLOATS, SEQUENCE_INTS
+from resin.plan.layout import SEQUENCE_FLOATS, SEQUENCE_INTS, Header
 from resin.record import Recording, Step
 
 
@@ -132,7 +132,8 @@ def _pages_read(group: Any, plan: BatchPlan, row: int) -> list[int]:
 def _pages_written(group: Any, plan: BatchPlan, row: int) -> list[int]:
     if group.output_pages is not None:
         return group.output_pages[row].tolist()
-    return group.append_pages[plan.query_indptr[row] : plan.query_indptr[row + 1]].tolist()
+    pages, _ = plan.append_places(group.name)
+    return pages[plan.query_indptr[row] : plan.query_indptr[row + 1]].tolist()
 
 
 def select_requests(recording: Recording, wanted: set[int]) -> Iterator[Step]:
@@ -164,8 +165,7 @@ def select_rows(config: RunnerConfig, plan: BatchPlan, rows: Sequence[int]) -> B
     count = len(rows)
     columns["slots"][:] = config.max_sequences
     columns["next_token"][:] = -1
-    for name in ("token_ids", "positions"):
-        columns[name][: len(tokens)] = plan.column(name)[tokens]
+    columns["token_ids"][: len(tokens)] = plan.token_ids[tokens]
     _fill_indptr(columns["query_indptr"], plan.query_indptr, rows)
     for name in (*SEQUENCE_INTS, *SEQUENCE_FLOATS):
         columns[name][:count] = plan.column(name)[list(rows)]
@@ -181,10 +181,8 @@ def select_rows(config: RunnerConfig, plan: BatchPlan, rows: Sequence[int]) -> B
         _fill_indptr(columns[f"page_indptr:{spec.name}"], old, rows)
         columns[f"page_ids:{spec.name}"][: sum(map(len, pages))] = np.concatenate(pages)
         columns[f"first_position:{spec.name}"][:count] = plan.column(f"first_position:{spec.name}")[list(rows)]
-        for name in (f"append_pages:{spec.name}", f"append_offsets:{spec.name}"):
-            columns[name][: len(tokens)] = plan.column(name)[tokens]
     flags = int(np.bitwise_or.reduce(columns["row_flags"]))
-    columns["header"][:] = (count, len(tokens), flags, plan.top_logprobs)
+    columns["header"][:] = Header(count, len(tokens), flags, plan.top_logprobs)
     masks = None
     if plan.allowed_masks is not None and flags & RowFlag.MASK:
         masks = np.full((bucket.sequences, plan.allowed_masks.shape[1]), -1, np.int32)

@@ -198,15 +198,14 @@ def check_repeatable(case: Case, runner: ModelRunner, plan: BatchPlan) -> None:
         CheckFailed: a logit is no finite number, or the tokens differ; those of the timed program may, by rounding, if
             they are among the most likely.
     """
-    drop = RowFlag.FROM_SLOT
     add = RowFlag(0)
     if any(isinstance(group, StateGroup) for group in runner.config.groups):
         # A state that is updated in place would differ the second time.
         add |= RowFlag.FRESH_STATE
     top = min(MAX_TOP_LOGPROBS, runner.config.vocab_size)
-    fixed = with_flags(plan, runner.config, add=add | RowFlag.LOGPROBS, drop=drop, top_logprobs=top, is_greedy=True)
+    fixed = with_flags(plan, runner.config, add=add | RowFlag.LOGPROBS, top_logprobs=top, is_greedy=True)
     first, second = runner.forward(fixed), runner.forward(fixed)
-    timed = runner.forward(with_flags(plan, runner.config, add=add, drop=drop, is_greedy=True))
+    timed = runner.forward(with_flags(plan, runner.config, add=add, is_greedy=True))
     assert first.logprobs is not None and first.top_ids is not None
     # The logprob of a row is its logit less the sum over all of them: one bad logit spoils it.
     if not np.isfinite(first.logprobs).all():

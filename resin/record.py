@@ -35,7 +35,9 @@ from resin.plan import (
     build_plan,
 )
 
-MAGIC = b"resin-plans-1\n"
+_NAME = b"resin-plans-"
+VERSION = 2  # rises when the columns of a plan do not mean what they meant
+MAGIC = _NAME + b"%d\n" % VERSION
 _HEAD = struct.Struct("<BII")
 _CONFIG, _PLAN, _OUTPUT = 0, 1, 2
 _KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (HistoryGroup, WindowGroup, StateGroup)}
@@ -159,7 +161,10 @@ class Recording:
 
 def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any], dict[str, np.ndarray]]]:
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+        if (start := file.read(len(MAGIC))) != MAGIC:
+            if start.startswith(_NAME):
+                other = start.removeprefix(_NAME).strip().decode(errors="replace")
+                raise BadRecording(f"{path}: a plan recording of version {other}; this Resin reads version {VERSION}")
             raise BadRecording(f"{path}: not a plan recording (expected it to start with {MAGIC!r})")
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             kind, meta_bytes, blob_bytes = _HEAD.unpack(head)

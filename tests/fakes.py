@@ -131,7 +131,7 @@ class PagedFake:
         self.plans: list[BatchPlan] = []
         self.check: Callable[[BatchPlan], None] = lambda plan: None
         self.faults: dict[int, tuple[int, RowFault]] = {}
-        self.slots = np.full(config.max_sequences + 1, _POISON, np.int64)
+        self.slots = np.full((config.max_sequences + 1, 2), _POISON, np.int64)  # last token and length
 
     def bind(self, arena: ArenaSpec) -> None:
         entries = max((fill.page_entries for fill in self.config.geometry.groups), default=1)
@@ -158,8 +158,8 @@ class PagedFake:
         live = [row for row in range(plan.num_sequences) if not self._is_padding(plan, row)]
         for row in live:
             if plan.row_flags[row] & RowFlag.FROM_SLOT:
-                tokens[plan.query_indptr[row]] = self.slots[plan.slots[row]]
-                assert self.slots[plan.slots[row]] != _POISON
+                tokens[plan.query_indptr[row]], length = self.slots[plan.slots[row]]
+                assert length == plan.computed[row], "the host does not know the slot's length"
         self._append(plan, tokens)
         emitted, indptr = [], [0]
         for row in range(plan.num_sequences):
@@ -167,7 +167,7 @@ class PagedFake:
             if plan.row_flags[row] & RowFlag.EMIT:
                 at, fault = self.faults.get(plan.request_ids[row], (-1, None))
                 emitted.append(value % VOCAB if fault is None or plan.seq_lens[row] < at else int(fault))
-                self.slots[plan.slots[row]] = value % VOCAB
+            self.slots[plan.slots[row]] = value % VOCAB, plan.seq_lens[row]
             indptr.append(len(emitted))
         dtype = np.int32 if self.faults else np.uint32
         return ForwardOutput(np.asarray(emitted, dtype), np.asarray(indptr, np.uint32))
@@ -178,40 +178,34 @@ class PagedFake:
         assert (plan.row_flags[plan.num_sequences :] == 0).all()
         assert (plan.slots[plan.num_sequences :] == self.config.max_sequences).all()
         assert (plan.query_indptr[plan.num_sequences :] == plan.num_tokens).all()
-        for group in plan.groups:
-            if group.append_pages is not None:
-                assert (group.append_pages[plan.num_tokens :] == 0).all()
 
     def _is_padding(self, plan: BatchPlan, row: int) -> bool:
         """True for an empty place between the rows of a decode plan, which must read and write nothing of anybody's."""
         if plan.slots[row] != self.config.max_sequences:
             return False
         assert plan.phase is Phase.DECODE and row < plan.num_sequences - 1 and plan.request_ids[row] == -1
-        assert (
-            not plan.seq_lens[row] and not plan.row_flags[row] and not plan.token_ids[row] and not plan.positions[row]
-        )
+        assert not plan.computed[row] and not plan.row_flags[row] and not plan.token_ids[row]
         for group in plan.groups:
-            if group.page_indptr is not None and group.append_pages is not None and group.first_position is not None:
-                assert group.page_indptr[row] == group.page_indptr[row + 1]
-                assert not group.append_pages[row] and not group.first_position[row]
+            if group.page_indptr is not None and group.first_position is not None:
+                assert group.page_indptr[row] == group.page_indptr[row + 1] and not group.first_position[row]
             elif group.input_pages is not None and group.output_pages is not None:
                 assert not group.input_pages[row].any() and not group.output_pages[row].any()
         return True
 
     def _append(self, plan: BatchPlan, tokens: np.ndarray) -> None:
         for group in plan.groups:
-            if group.append_pages is None or group.append_offsets is None:
+            if group.page_ids is None:
                 continue
-            for t in range(plan.num_tokens):
-                page = group.append_pages[t]
-                if page:
-                    self.arena[page, group.append_offsets[t]] = (tokens[t], plan.positions[t])
+            pages, offsets = plan.append_places(group.name)
+            kept = pages > 0
+            self.arena[pages[kept], offsets[kept], 0] = tokens[kept]
+            self.arena[pages[kept], offsets[kept], 1] = plan.positions[kept]
 
     def _row_value(self, plan: BatchPlan, row: int, tokens: np.ndarray) -> int:
         value = 1
-        length = int(plan.seq_lens[row])
+        length, start = int(plan.seq_lens[row]), int(plan.computed[row])
         query = range(plan.query_indptr[row], plan.query_indptr[row + 1])
-        assert plan.positions[query[-1]] == length - 1 and len(query) > 0
+        assert len(query) > 0
         for spec, fill, group in zip(self.config.groups, self.config.geometry.groups, plan.groups, strict=True):
             if isinstance(spec, StateGroup):
                 value = mix(value, self._advance_state(plan, row, group, [int(tokens[t]) for t in query]))
@@ -223,7 +217,7 @@ class PagedFake:
             first = 0
             if isinstance(spec, WindowGroup):
                 first = max(length - spec.window_tokens, 0)
-                assert origin <= max(int(plan.positions[query[0]]) - spec.window_tokens + 1, 0)
+                assert origin <= max(start - spec.window_tokens + 1, 0)
             else:
                 assert origin == 0
             ratio = spec.tokens_per_entry

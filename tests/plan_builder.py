@@ -19,6 +19,7 @@ from resin.plan import (
     plan_layout,
     smallest_bucket,
 )
+from resin.plan.layout import Header
 from resin.plan.sampling import SAMPLING_COLUMNS
 
 GREEDY = SamplingParams(temperature=0)
@@ -96,18 +97,13 @@ class PlanBuilder:
         token = page = top = 0
         for row, (sequence, count) in enumerate(chunks):
             end = sequence.cached + count
-            span = slice(token, token + count)
-            positions = np.arange(sequence.cached, end)
             fresh = sequence.tokens[sequence.cached : end]
             columns["token_ids"][token : token + len(fresh)] = fresh if not from_slot else 0
-            columns["positions"][span] = positions
-            columns["append_pages:" + group.name][span] = np.asarray(sequence.pages)[positions // fill.span_tokens]
-            columns["append_offsets:" + group.name][span] = positions % fill.span_tokens
             columns["page_ids:" + group.name][page : page + len(sequence.pages)] = sequence.pages
             token, page = token + count, page + len(sequence.pages)
             columns["query_indptr"][row + 1 :] = token
             columns["page_indptr:" + group.name][row + 1 :] = page
-            columns["seq_lens"][row] = end
+            columns["computed"][row] = sequence.cached
             columns["slots"][row] = sequence.slot
             emits = from_slot or end == len(sequence.tokens)
             if not emits:
@@ -121,7 +117,7 @@ class PlanBuilder:
             if phase is Phase.PREFILL and emits and params.needs_slot_load:
                 loads.append(slot_load(sequence))
             sequence.cached = end
-        columns["header"][:] = (len(chunks), tokens, np.bitwise_or.reduce(columns["row_flags"]), top)
+        columns["header"][:] = Header(len(chunks), tokens, np.bitwise_or.reduce(columns["row_flags"]), top)
         self.step += 1
         return build_plan(config, bucket, buffer, step=self.step, slot_loads=tuple(loads), allowed_masks=allowed)
 

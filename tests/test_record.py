@@ -9,7 +9,7 @@ import pytest
 
 from bench.replay import main, replay, requests_read_by, select_requests
 from resin import Engine, ForwardOutput, SamplingParams
-from resin.record import BadRecording, Recording
+from resin.record import MAGIC, VERSION, BadRecording, Recording
 from tests.fakes import OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
 
 CONFIG = fake_config((history_group(), window_group(10), state_group(8, rows=20)))
@@ -109,11 +109,20 @@ def test_a_cut_recording_is_readable_up_to_the_cut(tmp_path: Path) -> None:
     assert np.array_equal(cut.steps[0].plan.buffer, whole.steps[0].plan.buffer)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a recording at all", b"resin-plans-1\n\x00\x01"])
+@pytest.mark.parametrize("content", [b"", b"not a recording at all", b"resin-plans-2\n\x00\x01"])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)
     with pytest.raises(BadRecording):
+        Recording(path)
+
+
+@pytest.mark.parametrize("version", [b"1", b"3", b"10"])
+def test_recordings_of_other_versions_are_refused_by_name(tmp_path: Path, version: bytes) -> None:
+    path = tmp_path / "run.plans"
+    record_run(path)
+    path.write_bytes(path.read_bytes().replace(MAGIC, b"resin-plans-" + version + b"\n", 1))
+    with pytest.raises(BadRecording, match=f"version {version[:1].decode()}.*reads version {VERSION}"):
         Recording(path)
 
 

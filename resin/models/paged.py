@@ -36,6 +36,7 @@ from resin.plan import (
     Phase,
     RowFlag,
 )
+from resin.plan.layout import HEADER
 
 
 class PagedContext(Context):
@@ -222,7 +223,7 @@ class PagedContext(Context):
             rule=router.rule,
             **_norm_arguments(norm),
             **router.biases(),
-            live=None if tokens == 1 else self.columns["header"][1:2],
+            live=None if tokens == 1 else self.columns["header"][HEADER.num_tokens][None],
             counters=self._zero_counters("dense", 1),
         )
         self._keep_counters("dense", counters)
@@ -327,7 +328,7 @@ class PagedContext(Context):
         return jnp.where(self.live_tokens()[:, None, None], out, 0)
 
     def live_tokens(self) -> jax.Array:
-        return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][1]
+        return jnp.arange(self.token_ids.shape[0], dtype=jnp.int32) < self.columns["header"][HEADER.num_tokens]
 
     def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
         if layer.group not in self._groups:

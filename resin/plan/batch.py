@@ -10,7 +10,8 @@ from resin.plan.buckets import Bucket, Phase
 from resin.plan.cache import CacheGroup, GroupGeometry, StateGroup
 from resin.plan.config import RunnerConfig
 from resin.plan.flags import RowFlag
-from resin.plan.layout import PAGED_COLUMNS, PlanLayout, plan_layout
+from resin.plan.layout import HEADER, PAGED_COLUMNS, Header, PlanLayout, plan_layout
+from resin.plan.places import append_places, sequence_lengths, token_positions
 from resin.plan.sampling import SAMPLING_COLUMNS
 
 NOBODY = -1  # the request of an empty place
@@ -21,12 +22,11 @@ _LOGPROBS = int(RowFlag.LOGPROBS)  # arithmetic with the flag itself is slow
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheGroupPlan:
-    """One cache group's page rows and append destinations; which fields are set depends on the kind of group.
+    """One cache group's page rows; which fields are set depends on the kind of group.
 
     History and Window: `page_ids` holds the rows of all sequences one after another in chronological order,
-    sequence b from `page_indptr[b]` to `page_indptr[b + 1]`; its first page starts at `first_position[b]`. Token t
-    completes an entry that goes to `(append_pages[t], append_offsets[t])`; page 0 is scratch and takes what belongs
-    nowhere (padding, tokens that complete no entry).
+    sequence b from `page_indptr[b]` to `page_indptr[b + 1]`; its first page starts at `first_position[b]`. A token's
+    position and its row say where its entry goes (`BatchPlan.append_places`).
     State: `input_pages` and `output_pages`, `pages_per_state` ids a sequence. Equal rows update in place.
     """
 
@@ -34,8 +34,6 @@ class CacheGroupPlan:
     page_indptr: np.ndarray | None = None  # int32 [B + 1]
     page_ids: np.ndarray | None = None  # int32 [row_pages]
     first_position: np.ndarray | None = None  # int32 [B]
-    append_pages: np.ndarray | None = None  # int32 [T]
-    append_offsets: np.ndarray | None = None  # int32 [T]
     input_pages: np.ndarray | None = None  # int32 [B, pages_per_state]
     output_pages: np.ndarray | None = None  # int32 [B, pages_per_state]
 
@@ -66,8 +64,8 @@ class BatchPlan:
     """One phase-homogeneous step. Every array is a read-only view of `buffer`, padded to the bucket.
 
     Padded sequences have no tokens, slot `max_sequences` (scratch) and no flags; padded tokens have id 0, position 0
-    and append to page 0. In a decode plan sequence b is place b: an empty place between others is padding as well, of
-    one padded token, length 0 and no pages.
+    and append to page 0, which is scratch. In a decode plan sequence b is place b: an empty place between others is
+    padding as well, of one padded token, length 0 and no pages.
 
     Attributes:
         step: number of the plan, from 0.
@@ -96,6 +94,11 @@ class BatchPlan:
     def phase(self) -> Phase:
         return self.bucket.phase
 
+    @property
+    def header(self) -> Header:
+        """Counts, the union of the flags, and how many logprobs."""
+        return Header(*self.buffer[: len(HEADER)].tolist())
+
     def column(self, name: str) -> np.ndarray:
         """One column of the buffer by its layout name (`plan_layout` lists them)."""
         return self.layout.view(self.buffer, name)
@@ -106,19 +109,35 @@ class BatchPlan:
         return self.column("token_ids")
 
     @property
-    def positions(self) -> np.ndarray:
-        """int32 [T], place of each token in its sequence."""
-        return self.column("positions")
-
-    @property
     def query_indptr(self) -> np.ndarray:
         """int32 [B + 1], sequence b owns tokens `query_indptr[b]:query_indptr[b + 1]`."""
         return self.column("query_indptr")
 
     @property
+    def computed(self) -> np.ndarray:
+        """int32 [B], tokens of the sequence before this step, as the host knows them; at least 1 in a decode plan but
+        at empty places."""
+        return self.column("computed")
+
+    @property
     def seq_lens(self) -> np.ndarray:
-        """int32 [B], tokens of the sequence after this step."""
-        return self.column("seq_lens")
+        """int32 [B], tokens of the sequence after this step, as the host knows them; derived."""
+        return sequence_lengths(self.phase, self.computed, self.query_indptr)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [T], place of each token in its sequence; derived."""
+        return token_positions(self.bucket.tokens, self.computed, self.query_indptr)
+
+    def append_places(self, group: str) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [T] pages and offsets where a History or Window group keeps each token's entry; derived.
+
+        Page 0 takes what belongs nowhere: padding, and tokens that complete no entry.
+        """
+        spec, fill = next(pair for pair in self.group_specs if pair[0].name == group)
+        assert not isinstance(spec, StateGroup)
+        indptr, ids, firsts = (self.column(f"{field}:{group}") for field in PAGED_COLUMNS)
+        return append_places(spec, fill, (indptr, ids, firsts), self.query_indptr, self.seq_lens, self.positions)
 
     @property
     def slots(self) -> np.ndarray:
@@ -143,11 +162,11 @@ class BatchPlan:
     @property
     def top_logprobs(self) -> int:
         """Most likely tokens to report, the largest of all rows."""
-        return int(self.buffer[3])  # of the header, which comes first
+        return int(self.buffer[HEADER.top_logprobs])
 
     @property
     def groups(self) -> tuple[CacheGroupPlan, ...]:
-        """Page rows and append destinations, in the order of the runner's groups."""
+        """Page rows, in the order of the runner's groups."""
         plans = []
         for group, fill in self.group_specs:
             name = group.name
@@ -167,7 +186,7 @@ class BatchPlan:
     @property
     def wants_logprobs(self) -> bool:
         """True if a row asks for the logprobs of its sampled token."""
-        return bool(self.buffer[2] & _LOGPROBS)
+        return bool(self.buffer[HEADER.any_flags] & _LOGPROBS)
 
 
 def build_plan(

@@ -11,7 +11,8 @@ class RowFlag(enum.IntFlag):
     EMIT = 1
     """The row ends at the sequence's last token: sample one token."""
     FROM_SLOT = 2
-    """The row's first token is the last one that its slot emitted, not `token_ids`."""
+    """The row goes on where the latest plan of its slot ended: with the last token that the slot emitted and at the
+    slot's length, not with `token_ids` and at `computed`. In decode plans alone."""
     PENALTIES = 4
     """Apply presence, frequency and repetition penalties from the slot's token counts."""
     BIAS = 8

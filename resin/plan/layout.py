@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,30 +42,50 @@ class PlanLayout:
         part = buffer[column.offset : column.offset + column.length]
         return part if column.dtype == "int32" else part.view(np.float32)
 
+    def kept(self, buffer: np.ndarray) -> np.ndarray:
+        """int32 `[KEPT_COLUMNS, B]` view of an int32 `[words]` buffer."""
+        first = self.by_name[KEPT_COLUMNS[0]]
+        return buffer[first.offset : first.offset + len(KEPT_COLUMNS) * first.length].reshape(-1, first.length)
+
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Views of every column of an int32 `[words]` buffer, by name."""
         return {name: self.view(buffer, name) for name in self.by_name}
 
 
-HEADER = ("num_sequences", "num_tokens", "any_flags", "top_logprobs")
+class Header(NamedTuple):
+    """The first words of a plan's buffer.
+
+    Attributes:
+        num_sequences, num_tokens: up to the last live one.
+        any_flags: union of all rows' flags.
+        top_logprobs: most likely tokens to report, the largest of all rows.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    any_flags: int
+    top_logprobs: int
+
+
+HEADER = Header(*range(len(Header._fields)))  # where each word lies
+
 SAMPLING_INTS, SEQUENCE_FLOATS = (
     tuple(column.name for column in SAMPLING_COLUMNS if column.dtype == dtype) for dtype in ("int32", "float32")
 )
-SEQUENCE_INTS = ("seq_lens", "slots", "row_flags", *SAMPLING_INTS, "next_token")
-# Of these and one token a sequence a decode plan's row is made; they lie side by side.
-SEQUENCE_COLUMNS = (*SEQUENCE_INTS[1:], *SEQUENCE_FLOATS)
+SEQUENCE_INTS = ("computed", "slots", "row_flags", *SAMPLING_INTS, "next_token")
+# What a sequence keeps from one decode step to the next; these columns lie side by side (`PlanLayout.kept`).
+KEPT_COLUMNS = (*SEQUENCE_INTS[1:], *SEQUENCE_FLOATS)
 
-PAGED_COLUMNS = ("page_indptr", "page_ids", "first_position", "append_pages", "append_offsets")
+PAGED_COLUMNS = ("page_indptr", "page_ids", "first_position")
 
 
 def plan_layout(bucket: Bucket, groups: Sequence[CacheGroup], geometry: CacheGeometry) -> PlanLayout:
     """The layout of a bucket's buffer for a model's cache groups.
 
-    Columns: `header`; those that rise by one a token while a set of rows decodes: per token `positions`, per sequence
-    `seq_lens`, per token and History or Window group g `append_offsets:g`; per token `token_ids`; per sequence
-    `query_indptr` (B+1), the integer and the float columns; per History or Window group `page_indptr:g` (B+1),
-    `first_position:g` (B), `append_pages:g` (T); per State group `input_pages:g`, `output_pages:g` (B * pages); and
-    last, as by far the longest, `page_ids:g` of every History or Window group.
+    Columns: `header`; per token `token_ids`; per sequence `query_indptr` (B+1), the integer and the float columns; per
+    History or Window group g `page_indptr:g` (B+1), `first_position:g` (B); per State group `input_pages:g`,
+    `output_pages:g` (B * pages); and last, as by far the longest, `page_ids:g` of every History or Window group.
+    Positions, lengths and where each new entry goes follow from these (`resin/runtime/places.py`).
     """
     return _plan_layout(bucket, tuple(groups), geometry)
 
@@ -83,13 +104,9 @@ def _plan_layout(bucket: Bucket, groups: tuple[CacheGroup, ...], geometry: Cache
     pairs = list(zip(groups, geometry.groups, bucket.row_pages, strict=True))
     paged = [(group.name, row_pages) for group, _, row_pages in pairs if not isinstance(group, StateGroup)]
     add("header", len(HEADER))
-    add("positions", tokens)
-    add(SEQUENCE_INTS[0], sequences)
-    for name, _ in paged:
-        add(f"append_offsets:{name}", tokens)
     add("token_ids", tokens)
     add("query_indptr", sequences + 1)
-    for name in SEQUENCE_INTS[1:]:
+    for name in SEQUENCE_INTS:
         add(name, sequences)
     for name in SEQUENCE_FLOATS:
         add(name, sequences, "float32")
@@ -100,7 +117,6 @@ def _plan_layout(bucket: Bucket, groups: tuple[CacheGroup, ...], geometry: Cache
         else:
             add(f"page_indptr:{group.name}", sequences + 1)
             add(f"first_position:{group.name}", sequences)
-            add(f"append_pages:{group.name}", tokens)
     for name, row_pages in paged:
         add(f"page_ids:{name}", row_pages)
     return PlanLayout(tuple(columns), words, {column.name: column for column in columns})

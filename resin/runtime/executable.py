@@ -18,6 +18,8 @@ from resin.models.weights import AbstractModel
 from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
+from resin.plan.layout import HEADER
+from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
 from resin.runtime.sampling import Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
 from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
@@ -154,10 +156,9 @@ def run_step(
     kind: ProgramKind,
 ) -> tuple[jax.Array, SlotTable, StepOutput]:
     """The traced body: one device's view of a step."""
-    columns = unpack(layout, buffer)
-    starts, ends = columns["query_indptr"][:-1], columns["query_indptr"][1:]
-    from_slot = jnp.where(has(columns, RowFlag.FROM_SLOT), starts, bucket.tokens)
-    token_ids = columns["token_ids"].at[from_slot].set(slots.last_token[columns["slots"]], mode="drop")
+    specs = list(zip(spec.config.groups, spec.config.geometry.groups, strict=True))
+    columns, tokens_in = derive(unpack(layout, buffer), slots, bucket, specs)
+    ends = columns["query_indptr"][1:]
     kernels = spec.kernels()
     context = PagedContext(
         phase=bucket.phase,
@@ -165,7 +166,7 @@ def run_step(
         arena=arena,
         groups=spec.config.groups,
         geometry=spec.config.geometry,
-        token_ids=token_ids,
+        token_ids=tokens_in.ids,
         tp=spec.mesh.shape["tp"],
         kernels=kernels,
         is_fresh=kind is ProgramKind.FRESH,
@@ -175,7 +176,7 @@ def run_step(
     logits = model.logits(context, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
     if kind is not ProgramKind.SPECIAL:
         tokens = draw_tokens(logits, columns, kernels)
-        return context.arena, _store_tokens(slots, columns, tokens), StepOutput(tokens, None, None)
+        return context.arena, _store(slots, columns, tokens), StepOutput(tokens, None, None)
     tokens = sample(logits, columns, slots, masks, kernels)
     logprobs = lax.cond(
         (any_flags(columns) & RowFlag.LOGPROBS) != 0,
@@ -189,7 +190,8 @@ def run_step(
             lambda: _prompt_logprobs(model, context, hidden),
             lambda: no_logprobs(bucket.tokens),
         )
-    return context.arena, _update_slots(slots, columns, tokens), StepOutput(tokens, logprobs, prompt)
+    slots = _count_tokens(_store(slots, columns, tokens), columns, tokens)
+    return context.arena, slots, StepOutput(tokens, logprobs, prompt)
 
 
 def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
@@ -201,28 +203,25 @@ def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
     return columns
 
 
-def _store_tokens(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
-    # A plan in flight may read the token of a row that a fault has ended.
-    chosen = jnp.maximum(tokens, 0)
-    return replace(slots, last_token=slots.last_token.at[_emitting_slots(slots, columns)].set(chosen))
+def _store(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
+    """Notes the token and the length of every row in its slot; rows that emit nothing leave a token that nobody reads.
+
+    A plan in flight may read the token of a row that a fault has ended.
+    """
+    latest = jnp.stack([jnp.maximum(tokens, 0), columns["seq_lens"]], axis=1)
+    return replace(slots, latest=slots.latest.at[columns["slots"]].set(latest))
 
 
-def _emitting_slots(slots: SlotTable, columns: Mapping[str, jax.Array]) -> jax.Array:
-    """The slot of each row that emits, scratch for the others."""
-    return jnp.where(has(columns, RowFlag.EMIT), columns["slots"], slots.last_token.shape[0] - 1)
-
-
-def _update_slots(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
-    scratch = slots.last_token.shape[0] - 1
-    rows = _emitting_slots(slots, columns)
-    counted = jnp.where(has(columns, RowFlag.PENALTIES), rows, scratch)
+def _count_tokens(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
+    scratch = slots.latest.shape[0] - 1
+    counted = jnp.where(has(columns, RowFlag.PENALTIES), columns["slots"], scratch)
     counts = lax.cond(
         (any_flags(columns) & RowFlag.PENALTIES) != 0,
         lambda counts: count_outputs(counts, counted, jnp.maximum(tokens, 0)),
         lambda counts: counts,
         slots.counts,
     )
-    return replace(_store_tokens(slots, columns, tokens), counts=counts)
+    return replace(slots, counts=counts)
 
 
 def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> Logprobs:
@@ -237,7 +236,7 @@ def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> 
     padding = blocks * block - tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(blocks, block, -1)
     following = jnp.pad(following, (0, padding)).reshape(blocks, block)
-    live = -(-columns["header"][1] // block)
+    live = -(-columns["header"][HEADER.num_tokens] // block)
 
     def fill(index: jax.Array, out: Logprobs) -> Logprobs:
         part = token_logprobs(model.logits(context, hidden[index]), following[index])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.table import Backend, Kernels
 from resin.plan import BatchPlan, Bucket, HistoryGroup, Phase, RowFlag, RunnerConfig
+from resin.plan.layout import HEADER
 from resin.runtime.sampling import ADJUST
 
 
@@ -62,7 +63,7 @@ def plan_kind(plan: BatchPlan, kinds: Sequence[ProgramKind]) -> ProgramKind:
     With one sequence the union of the rows' flags says whether it starts here: neither a cached prefix nor an earlier
     chunk comes before its tokens.
     """
-    flags = int(plan.buffer[2])  # of the header, which comes first
+    flags = int(plan.buffer[HEADER.any_flags])
     if flags & SPECIAL_FLAGS or ProgramKind.PLAIN not in kinds:
         return ProgramKind.SPECIAL
     if ProgramKind.FRESH in kinds and flags & _FRESH_STATE and plan.num_sequences == 1:

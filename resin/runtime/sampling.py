@@ -15,6 +15,7 @@ from jax import lax
 from resin.pallas_kernels.draw import Draw
 from resin.pallas_kernels.table import Kernels
 from resin.plan import RowFlag
+from resin.plan.layout import HEADER
 from resin.plan.sampling import MAX_TOP_LOGPROBS
 from resin.runtime.slots import MAX_COUNT, SlotTable
 
@@ -57,7 +58,7 @@ def draw_tokens(logits: jax.Array, columns: Columns, kernels: Kernels) -> jax.Ar
 
 def any_flags(columns: Columns) -> jax.Array:
     """int32 [], the union of all rows' flags."""
-    return columns["header"][2]
+    return columns["header"][HEADER.any_flags]
 
 
 def has(columns: Columns, flag: RowFlag) -> jax.Array:

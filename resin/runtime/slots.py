@@ -27,14 +27,15 @@ class SlotTable:
     """One row a slot; the last row is scratch for padded sequences. S slots, V tokens.
 
     Attributes:
-        last_token: int32 [S + 1], the token that the slot emitted last.
+        latest: int32 [S + 1, 2], the token that the slot emitted last, and the tokens of its sequence after its latest
+            plan.
         counts: int16 [S + 1, V], output occurrences and the prompt bit.
         bias_ids: int32 [S + 1, 320], V where unused.
         bias_values: float32 [S + 1, 320].
         stop_ids: int32 [S + 1, 16], V where unused.
     """
 
-    last_token: jax.Array
+    latest: jax.Array
     counts: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
@@ -49,7 +50,7 @@ def abstract_slots(max_sequences: int, vocab_size: int, sharding: jax.sharding.S
         return jax.ShapeDtypeStruct((rows, *tail), dtype, sharding=sharding)
 
     return SlotTable(
-        last_token=shape(),
+        latest=shape(2),
         counts=shape(vocab_size, dtype=np.int16),
         bias_ids=shape(MAX_LOGIT_BIAS),
         bias_values=shape(MAX_LOGIT_BIAS, dtype=np.float32),
@@ -106,7 +107,7 @@ def load_slot(
     bias_values: jax.Array,
     stop_ids: jax.Array,
 ) -> SlotTable:
-    """Replaces what a slot holds (but its last token) by a request's tokens, bias and stop ids."""
+    """Replaces what a slot holds (but its last token and length) by a request's tokens, bias and stop ids."""
     vocab_size = slots.counts.shape[1]
     row = jnp.where(first, 0, lax.dynamic_slice(slots.counts, (slot, 0), (1, vocab_size))[0].astype(jnp.int32))
     outputs = (row & MAX_COUNT).at[tokens].add(jnp.where(prompt, 0, 1), mode="drop")
@@ -114,7 +115,7 @@ def load_slot(
     in_prompt = ((row & PROMPT_BIT) != 0).at[jnp.where(prompt, tokens, vocab_size)].set(True, mode="drop")
     row = jnp.minimum(outputs, MAX_COUNT) | jnp.where(in_prompt, PROMPT_BIT, 0)
     return SlotTable(
-        last_token=slots.last_token,
+        latest=slots.latest,
         counts=lax.dynamic_update_slice(slots.counts, row.astype(jnp.int16)[None], (slot, 0)),
         bias_ids=slots.bias_ids.at[slot].set(bias_ids),
         bias_values=slots.bias_values.at[slot].set(bias_values),

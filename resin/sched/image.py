@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from resin.plan import Bucket, CacheGroup, GroupGeometry, PlanLayout, RowFlag, StateGroup
-from resin.plan.layout import SEQUENCE_COLUMNS
+from resin.plan.layout import HEADER
 from resin.sched.lease import PagedGroup, StateRing
 from resin.sched.rows import DecodeRows
 
@@ -21,12 +21,8 @@ class _PagedColumns:
     """Offsets in the buffer of a History or Window group's columns."""
 
     group: PagedGroup
-    tokens_per_entry: int
-    page_entries: int
     indptr: int
     first_position: int
-    append_pages: int
-    append_offsets: int
     ids: int
     ids_stop: int
 
@@ -39,17 +35,15 @@ class _StateColumns:
 
 
 class DecodeColumns:
-    """Where the columns of one bucket lie, as plain numbers. Page ids come last, what rises by one a step first."""
+    """Where the columns of one bucket lie, as plain numbers; page ids come last."""
 
     def __init__(
         self, layout: PlanLayout, specs: Sequence[tuple[CacheGroup, GroupGeometry]], groups: Sequence[PagedGroup]
     ) -> None:
         at = {name: column.offset for name, column in layout.by_name.items()}
         self.layout = layout
-        self.rising_stop = at["token_ids"]
-        self.positions, self.seq_lens, self.token_ids = at["positions"], at["seq_lens"], at["token_ids"]
+        self.token_ids, self.computed = at["token_ids"], at["computed"]
         self.query_indptr, self.row_flags = at["query_indptr"], at["row_flags"]
-        self.sequence_columns = at[SEQUENCE_COLUMNS[0]]
         self.paged: list[_PagedColumns] = []
         self.states: list[_StateColumns] = []
         remaining = iter(groups)
@@ -62,12 +56,8 @@ class DecodeColumns:
             ids = layout.by_name[f"page_ids:{name}"]
             columns = _PagedColumns(
                 group=next(remaining),
-                tokens_per_entry=spec.tokens_per_entry,
-                page_entries=fill.page_entries,
                 indptr=at[f"page_indptr:{name}"],
                 first_position=at[f"first_position:{name}"],
-                append_pages=at[f"append_pages:{name}"],
-                append_offsets=at[f"append_offsets:{name}"],
                 ids=ids.offset,
                 ids_stop=ids.offset + ids.length,
             )
@@ -90,7 +80,6 @@ class DecodeImage:
         self._rows = rows
         self._with_ids: set[int] = set()  # live rows of the latest buffer that did not take their token from their slot
         self._top = 0
-        self._rise = np.zeros(columns.rising_stop, np.int32)
         self._buffer: np.ndarray | None = None
 
     def write_next(self, growing: Sequence[list[int]]) -> np.ndarray:
@@ -116,9 +105,6 @@ class DecodeImage:
         if columns.states:
             for place in changed | dirty:
                 self._write_states(buffer, place)
-        for index, group in enumerate(columns.paged):
-            if group.tokens_per_entry > 1:
-                self._fill_compressed(buffer, index, group)
         self._write_tokens(buffer, changed)
         rows.dirty.clear()
         rows.changed.clear()
@@ -146,58 +132,39 @@ class DecodeImage:
     # -- places that came, went, paused or resumed --------------------------------------------------------------
 
     def _copy(self, latest: np.ndarray) -> np.ndarray:
-        columns = self._columns
+        columns, rows = self._columns, self._rows
         buffer = np.empty(columns.layout.words, np.int32)
         buffer[: columns.head_stop] = latest[: columns.head_stop]
-        rising = buffer[: columns.rising_stop]
-        rising += self._rise
+        computed = buffer[columns.computed : columns.computed + self.bucket.sequences]
+        computed += rows.marks[: self.bucket.sequences]  # 1 where a row is live; places that changed are written again
         return buffer
 
     def _write_all(self) -> np.ndarray:
         """A buffer made from nothing."""
         rows, columns, width = self._rows, self._columns, self.bucket.sequences
         buffer = np.zeros(columns.layout.words, np.int32)
-        self._block(buffer)[:] = rows.table.columns[:, rows.slots[:width]]
+        columns.layout.kept(buffer)[:] = rows.table.columns[:, rows.slots[:width]]
         self._write_top(buffer)
-        top = self._top
-        live = rows.marks[:top] != 0
-        positions = np.where(live, [rows.position(place) for place in range(top)], 0)
-        rising = [(columns.positions, positions), (columns.seq_lens, positions + live)]
-        whole = [group for group in columns.paged if group.tokens_per_entry == 1]
-        rising += [(group.append_offsets, positions % group.page_entries) for group in whole]
-        for start, values in rising:
-            buffer[start : start + top] = values
-            self._rise[start : start + top] = live
+        for place in range(self._top):
+            if rows.is_live(place):
+                buffer[columns.computed + place] = rows.position(place)
         for index, group in enumerate(columns.paged):
             self._write_all_pages(buffer, index, group)
         return buffer
 
     def _write_place(self, buffer: np.ndarray, place: int) -> None:
         """What does not depend on pages, of a row that came or resumed, or of the padding in place of one that went."""
-        rows, columns, rise = self._rows, self._columns, self._rise
-        self._block(buffer)[:, place] = rows.table.columns[:, rows.slots[place]]
-        live = rows.is_live(place)
-        position = rows.position(place) if live else 0
+        rows, columns = self._rows, self._columns
+        columns.layout.kept(buffer)[:, place] = rows.table.columns[:, rows.slots[place]]
         buffer[columns.token_ids + place] = 0
-        buffer[columns.positions + place] = position
-        buffer[columns.seq_lens + place] = position + live
-        rise[columns.positions + place] = rise[columns.seq_lens + place] = live
-        for group in columns.paged:
-            is_whole = group.tokens_per_entry == 1
-            buffer[group.append_offsets + place] = position % group.page_entries if is_whole else 0
-            rise[group.append_offsets + place] = live and is_whole
-
-    def _block(self, buffer: np.ndarray) -> np.ndarray:
-        """int32 [SEQUENCE_COLUMNS, sequences] view."""
-        width, start = self.bucket.sequences, self._columns.sequence_columns
-        return buffer[start : start + len(SEQUENCE_COLUMNS) * width].reshape(-1, width)
+        buffer[columns.computed + place] = rows.position(place) if rows.is_live(place) else 0
 
     def _write_top(self, buffer: np.ndarray) -> None:
         """What follows from the number of places in use, and from who is in them."""
         rows, width = self._rows, self.bucket.sequences
         self._top = top = rows.top
-        buffer[:2] = top
-        buffer[3] = rows.live().top_logprobs
+        buffer[HEADER.num_sequences] = buffer[HEADER.num_tokens] = top
+        buffer[HEADER.top_logprobs] = rows.live().top_logprobs
         start = self._columns.query_indptr
         if buffer[start + width] != top:
             buffer[start : start + top] = np.arange(top)
@@ -223,7 +190,7 @@ class DecodeImage:
     # -- page rows ----------------------------------------------------------------------------------------------
 
     def _write_all_pages(self, buffer: np.ndarray, index: int, group: _PagedColumns) -> None:
-        rows, top = self._rows, self._rows.top
+        top = self._rows.top
         firsts = [self._first_page(index, group, place) for place in range(top)]
         views = [self._pages(index, place, first) for place, first in enumerate(firsts)]
         ends = np.add.accumulate([len(view) for view in views])
@@ -231,9 +198,6 @@ class DecodeImage:
         buffer[group.indptr + 1 : group.indptr + 1 + top] = ends
         buffer[group.indptr + 1 + top : group.indptr + 1 + self.bucket.sequences] = total
         np.concatenate(views, out=buffer[group.ids : group.ids + total])
-        buffer[group.append_pages : group.append_pages + top] = np.where(
-            rows.marks[:top] != 0, buffer[ends + (group.ids - 1)], 0
-        )
         if group.group.window_tokens:
             buffer[group.first_position : group.first_position + top] = np.multiply(firsts, group.group.span_tokens)
 
@@ -246,16 +210,13 @@ class DecodeImage:
                 self._patch_rows(buffer, latest, index, group, changed)
             else:
                 buffer[group.ids : group.ids_stop] = latest[group.ids : group.ids_stop]
-            if group.tokens_per_entry == 1:
-                for place in starting:
-                    buffer[group.append_offsets + place] = 0
 
     def _patch_rows(
         self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, changed: list[int]
     ) -> None:
         """Page ids with the changed rows (rising) replaced, and what follows from their new lengths."""
         rows, windowed, ids = self._rows, group.group.window_tokens, group.ids
-        indptr, append_pages = group.indptr, group.append_pages
+        indptr = group.indptr
         indptr_stop = indptr + self.bucket.sequences + 1
         read = write = ids
         shift = 0  # of the row ends behind the rows done so far
@@ -276,7 +237,6 @@ class DecodeImage:
             if write - read != shift:
                 buffer[indptr + place + 1 : indptr_stop] += write - read - shift
                 shift = write - read
-            buffer[append_pages + place] = pages[-1] if len(pages) else 0
             if windowed:
                 buffer[group.first_position + place] = first * group.group.span_tokens
         stop = ids + self.totals[index]
@@ -298,16 +258,6 @@ class DecodeImage:
         return max(lease.rows[index].first, group.group.first_needed(self._rows.position(place)))
 
     # -- every plan ---------------------------------------------------------------------------------------------
-
-    def _fill_compressed(self, buffer: np.ndarray, index: int, group: _PagedColumns) -> None:
-        """Append places of a group whose entries take several tokens: only the token that completes one has a place."""
-        rows, top, ratio = self._rows, self._top, group.tokens_per_entry
-        positions = buffer[self._columns.positions : self._columns.positions + top]
-        complete = (rows.marks[:top] != 0) & ((positions + 1) % ratio == 0)
-        tails = [0 if lease is None else lease.rows[index].last_page for lease in rows.leases[:top]]
-        buffer[group.append_pages : group.append_pages + top] = np.where(complete, tails, 0)
-        offsets = positions // ratio % group.page_entries
-        buffer[group.append_offsets : group.append_offsets + top] = np.where(complete, offsets, 0)
 
     def _write_tokens(self, buffer: np.ndarray, changed: set[int]) -> None:
         """Token ids and flags.
@@ -333,7 +283,7 @@ class DecodeImage:
                 self._with_ids.add(place)
         self._with_ids.intersection_update(late)
         if late or changed:
-            buffer[2] = np.bitwise_or.reduce(buffer[columns.row_flags : columns.row_flags + top])
+            buffer[HEADER.any_flags] = np.bitwise_or.reduce(buffer[columns.row_flags : columns.row_flags + top])
 
     def _write_all_tokens(self, buffer: np.ndarray) -> None:
         rows, table, columns, top = self._rows, self._rows.table, self._columns, self._top
@@ -346,7 +296,7 @@ class DecodeImage:
             outputs = table.outputs[slots] + table.pending[slots]
             flags[outputs < table.min_outputs[slots]] |= RowFlag.SUPPRESS_STOP
             rows.short.difference_update(np.flatnonzero(live & (outputs >= table.min_outputs[slots])).tolist())
-        buffer[2] = np.bitwise_or.reduce(flags)
+        buffer[HEADER.any_flags] = np.bitwise_or.reduce(flags)
         buffer[columns.row_flags : columns.row_flags + top] = flags
         buffer[columns.token_ids : columns.token_ids + top] = np.where(pending, 0, table.last_token[slots])
         self._with_ids = set(np.flatnonzero(live & ~pending).tolist())

@@ -17,6 +17,7 @@ from resin.plan import (
     StateGroup,
     plan_layout,
 )
+from resin.plan.layout import Header
 from resin.sched.image import DecodeColumns, DecodeImage
 from resin.sched.lease import PagedGroup
 from resin.sched.request import Request
@@ -107,12 +108,11 @@ class Planner:
         for chunk in chunks:
             if self._wants_prompt_logprobs(chunk):
                 top = max(top, chunk.request.params.prompt_logprobs or 0)
-        columns["header"][:] = (count, tokens, int(np.bitwise_or.reduce(flags)), top)
+        columns["header"][:] = Header(count, tokens, int(np.bitwise_or.reduce(flags)), top)
         for i, chunk in enumerate(chunks):
             part = slice(indptr[i], indptr[i + 1])
             columns["token_ids"][part] = chunk.request.token_slice(chunk.start, chunk.stop)
-            columns["positions"][part] = np.arange(chunk.start, chunk.stop)
-        columns["seq_lens"][:count] = stops
+        columns["computed"][:count] = starts
         columns["slots"][:count] = slots
         columns["slots"][count:] = self._scratch_slot
         columns["row_flags"][:count] = flags
@@ -120,7 +120,7 @@ class Planner:
         columns["next_token"][:count] = [_next_token(chunk) for chunk in chunks]
         for name, values in table.sampling.items():
             columns[name][:count] = values[slots]
-        self._fill_prefill_pages(columns, chunks, indptr)
+        self._fill_prefill_pages(columns, chunks)
         loads = tuple(
             self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load
         )
@@ -128,10 +128,10 @@ class Planner:
         buffer.flags.writeable = False
         return BatchPlan(step, bucket, count, tokens, buffer, layout, self._specs, loads, masks, ids)
 
-    def _fill_prefill_pages(self, columns: dict[str, np.ndarray], chunks: list[Chunk], indptr: np.ndarray) -> None:
+    def _fill_prefill_pages(self, columns: dict[str, np.ndarray], chunks: list[Chunk]) -> None:
         leases = [chunk.request.lease for chunk in chunks]
         for group, (spec, fill) in enumerate(self._paged):
-            name, ratio = spec.name, spec.tokens_per_entry
+            name = spec.name
             rows = [lease.rows[group] for lease in leases if lease is not None]
             firsts = [
                 max(row.first, self._windows[group].first_needed(chunk.start))
@@ -140,17 +140,7 @@ class Planner:
             views = [row.view(first) for row, first in zip(rows, firsts, strict=True)]
             lengths = np.fromiter((len(view) for view in views), np.int32, len(views))
             self._fill_rows(columns, name, views, lengths, len(rows))
-            for i, (chunk, first, view) in enumerate(zip(chunks, firsts, views, strict=True)):
-                columns[f"first_position:{name}"][i] = first * fill.span_tokens
-                positions = np.arange(chunk.start, chunk.stop)
-                pages = view[positions // fill.span_tokens - first]
-                offsets = positions // ratio % fill.page_entries
-                if ratio > 1:
-                    complete = (positions + 1) % ratio == 0
-                    pages, offsets = np.where(complete, pages, 0), np.where(complete, offsets, 0)
-                part = slice(indptr[i], indptr[i + 1])
-                columns[f"append_pages:{name}"][part] = pages
-                columns[f"append_offsets:{name}"][part] = offsets
+            columns[f"first_position:{name}"][: len(rows)] = np.multiply(firsts, fill.span_tokens)
         for group, (state, fill) in enumerate(self._states):
             width = fill.pages_per_state
             for i, (chunk, lease) in enumerate(zip(chunks, leases, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from resin.plan.layout import SEQUENCE_COLUMNS
+from resin.plan.layout import KEPT_COLUMNS
 from resin.plan.sampling import MAX_STOP_TOKENS, SAMPLING_COLUMNS, policy_flags
 from resin.sched.request import Request
 
@@ -26,7 +26,7 @@ class SlotTable:
         pending: tokens that plans in flight will emit.
         in_flight: plans in flight that hold a row of the slot.
         outputs, min_outputs, max_outputs: output tokens so far and their bounds.
-        columns: int32 [SEQUENCE_COLUMNS, rows], what a decode plan says of each slot; those of scratch are padding.
+        columns: int32 [KEPT_COLUMNS, rows], what a decode plan says of each slot; those of scratch are padding.
     """
 
     def __init__(self, max_sequences: int) -> None:
@@ -43,8 +43,8 @@ class SlotTable:
         self.last_step = np.zeros(rows, np.int64)
         self.last_token_s = np.zeros(rows, np.float64)
         self.stop_ids = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
-        self.columns = np.zeros((len(SEQUENCE_COLUMNS), rows), np.int32)
-        named = dict(zip(SEQUENCE_COLUMNS, self.columns, strict=True))
+        self.columns = np.zeros((len(KEPT_COLUMNS), rows), np.int32)
+        named = dict(zip(KEPT_COLUMNS, self.columns, strict=True))
         named["slots"][:], named["next_token"][:] = np.arange(rows), -1
         self.flags = named["row_flags"]
         self.top_logprobs = np.zeros(rows, np.int32)

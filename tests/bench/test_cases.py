@@ -26,8 +26,6 @@ def test_plans_are_exact(family: str, case: Case) -> None:
     assert (plan.num_sequences, plan.num_tokens) == (case.sequences, tokens)
     assert plan.seq_lens.tolist() == [case.context_tokens] * case.sequences
     flags = RowFlag.EMIT
-    if case.phase is Phase.DECODE:
-        flags |= RowFlag.FROM_SLOT
     assert ((plan.row_flags & flags) == flags).all()
     assert len(set(plan.sampling["seed_low"].tolist())) == case.sequences
     for group in plan.groups:
@@ -46,7 +44,7 @@ def test_scattered_pages_keep_the_plan_and_lose_their_order() -> None:
     assert (np.diff(group.page_ids) != 1).mean() > 0.9
     # A token is appended to the last page of its own row.
     last = group.page_ids[group.page_indptr[1:] - 1]
-    assert group.append_pages.tolist() == last.tolist()
+    assert plan.append_places(group.name)[0].tolist() == last.tolist()
     again = scatter_pages(plan, config, num_pages, seed=1)
     assert again.positions.tolist() == plan.positions.tolist()
     assert again.groups[0].page_ids.tolist() != group.page_ids.tolist()
@@ -56,11 +54,11 @@ def test_flags_change_on_live_rows_and_in_the_header() -> None:
     case = Case(Phase.DECODE, 2, 20)
     config = tiny_spec("llama", [case]).config
     plan = resident_plan(case, config, 1 + case.pages(config), PARAMS)
-    changed = with_flags(plan, config, add=RowFlag.LOGPROBS, drop=RowFlag.FROM_SLOT, is_greedy=True)
+    changed = with_flags(plan, config, add=RowFlag.LOGPROBS, drop=RowFlag.EMIT, is_greedy=True)
     assert changed.wants_logprobs and not plan.wants_logprobs
-    assert not (changed.row_flags & RowFlag.FROM_SLOT).any()
-    assert not changed.column("header")[2] & RowFlag.FROM_SLOT
-    assert (plan.row_flags & RowFlag.FROM_SLOT).all()
+    assert not (changed.row_flags & RowFlag.EMIT).any()
+    assert not changed.header.any_flags & RowFlag.EMIT
+    assert (plan.row_flags & RowFlag.EMIT).all() and not (plan.row_flags & RowFlag.FROM_SLOT).any()
     assert plan.sampling["temperature"].all() and not changed.sampling["temperature"].any()
 
 

@@ -13,7 +13,7 @@ from resin.conformance import ConformanceKit, Settings
 from resin.conformance.equalities import plain_forward
 from resin.models.registry import open_checkpoint
 from resin.models.testing import TINY_CONFIGS, random_checkpoint
-from resin.plan import BatchPlan, Phase, build_plan
+from resin.plan import BatchPlan, Phase, RowFlag, StateGroup, build_plan
 
 Columns = dict[str, np.ndarray]
 DEEP = 10  # tokens before the one that a fault hits: what sees nothing cannot be wrong
@@ -40,18 +40,20 @@ def read_page_twice(plan: BatchPlan, columns: Columns) -> bool:
     return False
 
 
-def write_elsewhere(plan: BatchPlan, columns: Columns) -> bool:
-    """The entry of one token one place off."""
-    token = int(np.argmax(columns["positions"][: plan.num_tokens]))
-    for name in names(columns, "append_offsets"):
-        columns[name][token] ^= 1
-    return bool(columns["positions"][token] >= DEEP)
+def shift_pages(plan: BatchPlan, columns: Columns) -> bool:
+    """The pages of one sequence hold the tokens a page further on."""
+    row = int(np.argmax(columns["computed"]))
+    for spec, fill in plan.group_specs:
+        if not isinstance(spec, StateGroup):
+            columns[f"first_position:{spec.name}"][row] += fill.span_tokens
+    return bool(columns["computed"][row] >= DEEP)
 
 
-def flip_position(plan: BatchPlan, columns: Columns) -> bool:
-    token = int(np.argmax(columns["positions"][: plan.num_tokens]))
-    columns["positions"][token] ^= 1
-    return bool(columns["positions"][token] >= DEEP)
+def shift_positions(plan: BatchPlan, columns: Columns) -> bool:
+    """One sequence stands one token further on."""
+    row = int(np.argmax(columns["computed"]))
+    columns["computed"][row] ^= 1
+    return bool(columns["computed"][row] >= DEEP and not columns["row_flags"][row] & RowFlag.FROM_SLOT)
 
 
 def lose_state(plan: BatchPlan, columns: Columns) -> bool:
@@ -65,8 +67,8 @@ def lose_state(plan: BatchPlan, columns: Columns) -> bool:
 
 FAULTS: dict[str, Callable[[BatchPlan, Columns], bool]] = {
     "page": read_page_twice,
-    "entry": write_elsewhere,
-    "position": flip_position,
+    "pages": shift_pages,
+    "position": shift_positions,
     "state": lose_state,
 }
 
@@ -108,14 +110,14 @@ def check(model: str, fault: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fault"),
-    [("gemma3_text", "page"), ("gemma3_text", "entry"), ("gemma3_text", "position"), ("lfm2", "state")],
+    [("gemma3_text", "page"), ("gemma3_text", "pages"), ("gemma3_text", "position"), ("lfm2", "state")],
 )
 def test_a_fault_is_found(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(family, fault, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["page", "entry", "position"])
+@pytest.mark.parametrize("fault", ["page", "pages", "position"])
 @pytest.mark.parametrize("model", [*TINY_CONFIGS, "smollm2-135m"])
 def test_a_fault_is_found_in_every_family(model: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, fault, monkeypatch)

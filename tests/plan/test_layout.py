@@ -7,7 +7,7 @@ import pytest
 
 from resin import Bucket, CacheGroup, Phase, StateGroup, plan_geometry
 from resin.plan import plan_layout
-from resin.plan.layout import HEADER, SEQUENCE_FLOATS, SEQUENCE_INTS
+from resin.plan.layout import HEADER, KEPT_COLUMNS, SEQUENCE_FLOATS, SEQUENCE_INTS
 from tests.fakes import history_group, state_group, window_group
 
 MIXES: dict[str, tuple[CacheGroup, ...]] = {
@@ -37,7 +37,7 @@ def test_columns_tile_the_buffer(mix: str, sequences: int, tokens: int) -> None:
     def length(name: str) -> int:
         return layout.by_name[name].length
 
-    assert length("token_ids") == length("positions") == tokens
+    assert length("token_ids") == tokens
     assert length("query_indptr") == sequences + 1
     for name in (*SEQUENCE_INTS, *SEQUENCE_FLOATS):
         assert length(name) == sequences
@@ -49,7 +49,17 @@ def test_columns_tile_the_buffer(mix: str, sequences: int, tokens: int) -> None:
         else:
             assert (length(f"page_ids:{name}"), length(f"page_indptr:{name}")) == (row_pages, sequences + 1)
             assert length(f"first_position:{name}") == sequences
-            assert length(f"append_pages:{name}") == length(f"append_offsets:{name}") == tokens
+
+
+def test_what_decode_rows_keep_is_one_block() -> None:
+    layout = plan_layout(Bucket(Phase.DECODE, 3, 3, ()), (), plan_geometry((), arena_dtype="float32"))
+    buffer = np.arange(layout.words, dtype=np.int32)
+    for row, name in zip(layout.kept(buffer), KEPT_COLUMNS, strict=True):
+        assert row.tolist() == layout.view(buffer, name).view(np.int32).tolist() and np.shares_memory(row, buffer)
+
+
+def test_the_header_says_where_its_words_lie() -> None:
+    assert HEADER._asdict() == {"num_sequences": 0, "num_tokens": 1, "any_flags": 2, "top_logprobs": 3}
 
 
 def test_floats_keep_their_bits() -> None:

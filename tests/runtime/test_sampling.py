@@ -193,7 +193,7 @@ def test_long_loads_take_several_calls_and_emitted_tokens_count() -> None:
     sequence = PlannedSequence(2, tokens, 3000, SamplingParams(temperature=0, frequency_penalty=0.5))
     slots = load(empty_slots(), sequence)
     slots = SlotTable(
-        slots.last_token,
+        slots.latest,
         count_outputs(slots.counts, jnp.asarray([2, 2], jnp.int32)[:1], jnp.asarray([7], jnp.int32)),
         slots.bias_ids,
         slots.bias_values,

@@ -20,6 +20,7 @@ from resin import (
 )
 from resin.plan import build_plan, plan_layout, smallest_bucket
 from resin.plan.buckets import Phase
+from resin.plan.layout import HEADER
 from resin.sched.commit import BadOutput, NoToken, check_output
 from tests.fakes import OverlapFake, PagedFake, expected_tokens, fake_config, history_group, state_group
 
@@ -32,7 +33,7 @@ def plan_of(sequences: int) -> BatchPlan:
     assert bucket is not None
     layout = plan_layout(bucket, config.groups, config.geometry)
     buffer = np.zeros(layout.words, np.int32)
-    buffer[:2] = sequences
+    buffer[HEADER.num_sequences] = buffer[HEADER.num_tokens] = sequences
     return build_plan(config, bucket, buffer, step=0)
 
 

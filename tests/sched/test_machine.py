@@ -24,6 +24,7 @@ from tests.fakes import (
     state_group,
     window_group,
 )
+from tests.leased_places import leased_places
 
 MIXES: dict[str, tuple[CacheGroup, ...]] = {
     "history": (history_group(),),
@@ -117,7 +118,7 @@ class Driver:
         self.watch_gaps(plans)
 
     def check_rows(self, plan: BatchPlan) -> None:
-        """The plan's page rows and destinations are exactly what the requests lease at this moment."""
+        """The plan's page rows and destinations, derived, are exactly what the requests lease at this moment."""
         rows = {request.id: request for request in self.engine.scheduler.running()}
         for row, request_id in enumerate(plan.request_ids):
             if request_id == NOBODY:
@@ -132,12 +133,16 @@ class Driver:
                     previous = ring.held[-1][1] if ring.held else ring.current
                     assert group.input_pages[row].tolist() in (ring.current, previous)
                     continue
-                assert group.page_indptr is not None and group.page_ids is not None and group.append_pages is not None
+                assert group.page_indptr is not None and group.page_ids is not None
                 pages = group.page_ids[group.page_indptr[row] : group.page_indptr[row + 1]].tolist()
                 held = next(paged).view().tolist()
                 assert pages and pages == held[-len(pages) :], f"{group.name}: stale page row"
-                appended = group.append_pages[plan.query_indptr[row] : plan.query_indptr[row + 1]]
-                assert all(page == 0 or self.engine.scheduler.cache.pool.is_writable(page) for page in appended)
+        places = leased_places(self.engine, plan)
+        assert plan.positions.tolist() == places.positions and plan.seq_lens.tolist() == places.lengths
+        is_writable = self.engine.scheduler.cache.pool.is_writable
+        for name, (pages, offsets) in places.destinations.items():
+            assert [column.tolist() for column in plan.append_places(name)] == [pages, offsets], name
+            assert all(page == 0 or is_writable(page) for page in pages)
 
     def watch_gaps(self, plans: int) -> None:
         """The best-ranked running request waits no longer than the stated bound for a plan that holds it."""

@@ -21,7 +21,7 @@ from resin import (
     WindowGroup,
 )
 from resin.plan import NOBODY
-from resin.plan.layout import SEQUENCE_FLOATS
+from resin.plan.layout import SEQUENCE_FLOATS, Header
 from tests.fakes import (
     VOCAB,
     OverlapFake,
@@ -93,7 +93,7 @@ class Oracle:
             self.check_groups(plan, row, request, start, stop)
             self.computed[request.id] = stop
         assert place == tokens
-        assert plan.column("header").tolist() == [count, tokens, int(every_flag), top]
+        assert plan.header == Header(count, tokens, int(every_flag), top)
         self.check_padding(plan)
         self.check_extras(plan, live)
         self.kept.append((plan, plan.buffer.tobytes()))
@@ -142,7 +142,7 @@ class Oracle:
                 self.state_pages[request.id, spec.name] = target
                 continue
             assert group.page_indptr is not None and group.page_ids is not None and group.first_position is not None
-            assert group.append_pages is not None and group.append_offsets is not None
+            appended = plan.append_places(spec.name)
             held, span, ratio = next(rows), fill.span_tokens, spec.tokens_per_entry
             window = spec.window_tokens if isinstance(spec, WindowGroup) else 0
             first = max(start - window + 1, 0) // span if window else 0
@@ -156,29 +156,29 @@ class Oracle:
             for i, position in enumerate(range(start, stop), int(plan.query_indptr[row])):
                 complete = (position + 1) % ratio == 0
                 place = (held.at(position // span), position % span // ratio) if complete else (0, 0)
-                assert (group.append_pages[i], group.append_offsets[i]) == place
+                assert (appended[0][i], appended[1][i]) == place
 
     def check_padding(self, plan: BatchPlan) -> None:
         count, tokens = plan.num_sequences, plan.num_tokens
         empty = [row for row, number in enumerate(plan.request_ids) if number == NOBODY]
         assert (plan.slots[empty] == self.config.max_sequences).all() and (plan.next_token[empty] == -1).all()
-        for name in ("seq_lens", "row_flags", "top_k", "seed_low", "seed_high", *SEQUENCE_FLOATS):
+        for name in ("computed", "row_flags", "top_k", "seed_low", "seed_high", *SEQUENCE_FLOATS):
             assert not plan.column(name)[empty].any(), name
         assert len(plan.token_ids) == plan.bucket.tokens and len(plan.slots) == plan.bucket.sequences
         assert not plan.token_ids[tokens:].any() and not plan.positions[tokens:].any()
         assert (plan.query_indptr[count:] == tokens).all()
         assert (plan.slots[count:] == self.config.max_sequences).all() and (plan.next_token[count:] == -1).all()
-        for name in ("seq_lens", "row_flags", "top_k", "seed_low", "seed_high", *SEQUENCE_FLOATS):
+        for name in ("computed", "row_flags", "top_k", "seed_low", "seed_high", *SEQUENCE_FLOATS):
             assert not plan.column(name)[count:].any(), name
         for spec, fill, group in zip(self.config.groups, self.config.geometry.groups, plan.groups, strict=True):
             if group.page_indptr is None or group.page_ids is None:
                 for name in ("input_pages", "output_pages"):
                     assert not plan.column(f"{name}:{spec.name}")[count * fill.pages_per_state :].any()
                 continue
-            assert group.first_position is not None and group.append_pages is not None
-            assert group.append_offsets is not None
             assert (group.page_indptr[count:] == group.page_indptr[count]).all()
-            assert not group.append_pages[tokens:].any() and not group.append_offsets[tokens:].any()
+            pages, offsets = plan.append_places(spec.name)
+            assert not pages[tokens:].any() and not offsets[tokens:].any()
+            assert not pages[empty].any() and not offsets[empty].any() and not plan.seq_lens[empty].any()
             live = group.page_ids[: group.page_indptr[count]]
             assert (live > 0).all(), "scratch is nobody's page"
 

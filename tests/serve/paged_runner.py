@@ -33,10 +33,9 @@ class PagedScriptedRunner(ScriptedRunner):
             self._sequences[slot] = self._before(plan, row, start)
             self._plans.pop(slot, None)
         (group,) = plan.groups
-        assert group.append_pages is not None and group.append_offsets is not None
         first = int(plan.query_indptr[row])
-        places = slice(first, first + len(new))
-        self._arena[group.append_pages[places], group.append_offsets[places]] = new
+        pages, offsets = (places[first : first + len(new)] for places in plan.append_places(group.name))
+        self._arena[pages, offsets] = new
         return super()._advance(plan, row, new, flag)
 
     def _before(self, plan: BatchPlan, row: int, count: int) -> list[int]:
