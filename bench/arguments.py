@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 from pathlib import Path
-
-
-class MissingPackage(ImportError):
-    """A benchmark needs a package that is not installed."""
-
-
-def require(module: str, extra: str) -> None:
-    """Raises MissingPackage, which says what to install, unless a module can be imported."""
-    if importlib.util.find_spec(module) is None:
-        raise MissingPackage(f"{module} is not installed: pip install -e '.[{extra}]'")
 
 
 def positive_int(text: str) -> int:

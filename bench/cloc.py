@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.arguments import require
+from resin.plan.extras import require
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("resin", "serve", "bench")
@@ -21,7 +21,7 @@ def component_of(path: Path) -> str:
 
 def count_lines(root: Path) -> dict[str, tuple[int, int]]:
     """(files, code lines) of each component below `root`."""
-    require("pygount", "dev")
+    require("dev")
     from pygount import SourceAnalysis
 
     files: Counter[str] = Counter()

@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import MissingPackage, input_file, output_file, positive_int
+from bench.arguments import input_file, output_file, positive_int
 from bench.cpu_limits import ModelSize, Workload, memory_bandwidth, processor_name
+from resin.plan.extras import MissingPackage
 
 ROOT = Path(__file__).resolve().parent.parent
 # Two float32 implementations of one model differ by about 1e-4 in a logit: closer candidates may come in either order.

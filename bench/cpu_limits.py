@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from resin.plan.extras import require
+
 FLOAT32_BYTES = 4
 
 
@@ -47,6 +49,7 @@ class ModelSize:
 
     @classmethod
     def read(cls, gguf_path: Path) -> ModelSize:
+        require("serve", "gguf")
         from gguf import GGUFReader
 
         reader = GGUFReader(gguf_path)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import input_file, require
+from bench.arguments import input_file
 from bench.results import newest_rows, read_results
+from resin.plan.extras import require
 
 Row = dict[str, Any]
 Point = tuple[float, float]
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench plot", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=input_file, help="JSON lines of a sweep")
     args = parser.parse_args(argv)
-    require("matplotlib", "plot")
+    require("plot")
     for path in plot_results(args.results):
         print(path)
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from bench.arguments import output_file, positive_float, positive_int, require, sizes
+from bench.arguments import output_file, positive_float, positive_int, sizes
 from bench.cases import Case, resident_plan
 from bench.driven import Driven, drive, slack_tokens
 from bench.kernel_count import count_kernels
@@ -31,6 +31,7 @@ from bench.shapes import SHAPES
 from bench.step_check import PlainForward, check_repeatable, check_tokens
 from resin import InvalidRequest, Phase, SamplingParams
 from resin.plan.cache import FP8_DTYPE, fp8_scales
+from resin.plan.extras import require
 from resin.runtime import RunnerOptions
 from resin.runtime.options import KERNELS
 from resin.runtime.program_kind import plan_kind
@@ -82,7 +83,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.plot and args.output is None:
         parser.error("--plot draws what --output holds")
     if args.plot:
-        require("matplotlib", "plot")
+        require("plot")
     return args
 
 

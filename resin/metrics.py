@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from resin.plan import BatchPlan, Phase
+from resin.plan.extras import require
 from resin.sched.commit import Committed
 from resin.sched.request import FinishReason, Request
 from resin.sched.scheduler import Scheduler
@@ -71,8 +72,13 @@ class EngineMetrics:
 
     @property
     def registry(self) -> CollectorRegistry:
-        """A prometheus_client registry that reads these numbers when scraped."""
+        """A prometheus_client registry that reads these numbers when scraped.
+
+        Raises:
+            MissingPackage: prometheus_client is not installed.
+        """
         if self._registry is None:
+            require("serve", "prometheus_client")
             from prometheus_client import CollectorRegistry
 
             self._registry = CollectorRegistry(auto_describe=False)

@@ -12,6 +12,9 @@ __all__ = ["HttpServer", "ServerConfig"]
 def __getattr__(name: str) -> Any:
     # Imported when first asked for: the command line, which is a module of this package, comes up without a server.
     if name == "HttpServer":
+        from resin.plan.extras import require
+
+        require("serve")
         from serve.server import HttpServer
 
         return HttpServer

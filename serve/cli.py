@@ -51,7 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     from resin.plan import ResinError
+    from resin.plan.extras import require
 
+    try:
+        require("serve")
+    except ResinError as error:
+        print(f"resin: {error}", file=sys.stderr)
+        return 1
     args = build_parser().parse_args(arguments)
     if getattr(args, "model", None) and os.getcwd() not in sys.path:
         # An installed script looks for modules beside itself; users keep a model file where they work.

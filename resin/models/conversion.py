@@ -17,6 +17,7 @@ from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedC
 from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, Progress, load_weights
 from resin.plan import InvalidRequest
+from resin.plan.extras import require
 
 # What describes a model beside its weights.
 SIDE_FILES = (
@@ -57,6 +58,7 @@ def convert_checkpoint(
         InvalidRequest: the directory is in use, or the model does not fit the mesh.
         CheckpointError: the weights cannot be read or written; what was written is removed.
     """
+    require("serve", "orbax.checkpoint")
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()
@@ -105,6 +107,7 @@ def restore_weights(
         InvalidRequest: they were laid out for another dtype or number of devices.
         CheckpointError: they do not fit the model or cannot be read.
     """
+    require("serve", "orbax.checkpoint")
     import orbax.checkpoint as ocp
 
     check_converted(model, checkpoint, mesh, dtype=dtype)

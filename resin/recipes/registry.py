@@ -6,21 +6,38 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from resin.plan.errors import InvalidRequest
+from resin.plan.extras import require
 from resin.recipes.chatml import SMOLLM2_SYSTEM, ChatMLRecipe
 from resin.recipes.gemma import GemmaRecipe
 from resin.recipes.harmony import HarmonyRecipe
-from resin.recipes.jinja import JinjaRecipe
 from resin.recipes.lfm2 import Lfm2Recipe
 from resin.recipes.llama3 import Llama3Recipe
 from resin.recipes.probes import PROBES, find_difference
 from resin.recipes.qwen3 import Qwen3Recipe
 from resin.recipes.recipe import Recipe, Tokenizer
 
+if TYPE_CHECKING:
+    from resin.recipes.jinja import JinjaRecipe
+
+
+def _jinja_recipe(tokenizer: Tokenizer) -> JinjaRecipe:
+    """The checkpoint's own chat template.
+
+    Raises:
+        MissingPackage: jinja2 is not installed.
+    """
+    require("serve", "jinja2")
+    from resin.recipes.jinja import JinjaRecipe
+
+    return JinjaRecipe(tokenizer)
+
+
 NATIVE_RECIPES: Mapping[str, Callable[[Tokenizer], Recipe]] = MappingProxyType(
     {
-        "jinja": JinjaRecipe,
+        "jinja": _jinja_recipe,
         "chatml": ChatMLRecipe,
         "smollm2": lambda tokenizer: ChatMLRecipe(tokenizer, default_system=SMOLLM2_SYSTEM),
         "qwen3": Qwen3Recipe,
@@ -81,7 +98,7 @@ def choose_recipe(model_type: str, tokenizer: Tokenizer) -> RecipeChoice:
         if native is None:
             return RecipeChoice(None, "none", "the checkpoint has no chat template, and no native recipe fits it")
         return RecipeChoice(native, name, f"the checkpoint has no chat template; {because}")
-    template = JinjaRecipe(tokenizer)
+    template = _jinja_recipe(tokenizer)
     if native is None:
         return RecipeChoice(template, "jinja", f"the checkpoint's chat template; {template.traits.describe()}")
     difference = find_difference(native, template)

@@ -152,7 +152,7 @@ def test_a_missing_package_is_named_before_the_work(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
     (tmp_path / "rows.jsonl").write_text("")
     assert main([argument.format(tmp_path) for argument in arguments]) == 2
-    assert f"{module} is not installed: pip install -e '.[{extra}]'" in one_line(capsys, arguments[0])
+    assert f"{module} is not installed: pip install 'resin[{extra}]'" in one_line(capsys, arguments[0])
 
 
 def test_the_comparison_names_what_the_other_side_lacks(

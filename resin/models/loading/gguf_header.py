@@ -4,15 +4,20 @@ Layout: magic, version, tensor count, metadata count; then key/value pairs; then
 aligned, the tensor data. Everything is little-endian.
 """
 
+from __future__ import annotations
+
 import struct
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from resin.models.loading.checkpoint import CheckpointError
+from resin.plan.extras import require
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -160,6 +165,9 @@ def _place_tensors(
     file_bytes: int,
     location: str,
 ) -> dict[str, GgufTensor]:
+    require("serve", "gguf")
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
     tensors: dict[str, GgufTensor] = {}
     for name, shape, code, offset in records:
         if name in tensors:

@@ -6,7 +6,7 @@ from pathlib import Path
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError
 from resin.models.loading.converted import MANIFEST, ConvertedCheckpoint
 from resin.models.loading.directory import open_directory, open_file, read_json_object
-from resin.models.loading.gguf import GgufCheckpoint
+from resin.plan.extras import require
 
 
 def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
@@ -18,6 +18,7 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
 
     Raises:
         CheckpointError: nothing there, a damaged file, or a form that is not supported.
+        MissingPackage: a `.gguf` file, and no package that reads them.
     """
     path = Path(path)
     if path.is_dir():
@@ -25,6 +26,9 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(path, "there is no such file or directory")
     if path.suffix == ".gguf":
+        require("serve", "gguf")
+        from resin.models.loading.gguf import GgufCheckpoint
+
         return GgufCheckpoint(path)
     if path.suffix == ".safetensors":
         return open_file(path, read_json_object(path.parent / "config.json"))

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from resin.models.sources.cache import DownloadError, Progress
+from resin.plan.extras import require
 from resin.settings import CACHE_DIRECTORY, HUB_ENDPOINT, HUB_TOKEN
 
 UNPINNED_REVISION = "main"
@@ -47,6 +48,7 @@ class HubSource:
         return CACHE_DIRECTORY.read() / "hub"
 
     def find(self) -> Path | None:
+        require("serve", "huggingface_hub")
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
@@ -55,6 +57,7 @@ class HubSource:
             return None
 
     def fetch(self, progress: Progress | None = None) -> Path:
+        require("serve", "huggingface_hub")
         found = self.find()
         if found is not None:
             return found
