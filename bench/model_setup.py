@@ -15,12 +15,13 @@ from flax import nnx
 from bench.cases import Case
 from bench.shapes import SHAPES, shape_checkpoint
 from resin import ArenaSpec, Bucket, CacheGroup, InvalidRequest
-from resin.models.context import Context, Routed
 from resin.models.declare import Placement
 from resin.models.experts import MixtureOfExperts
 from resin.models.families import ModelClass, read_model
+from resin.models.forward import Pass
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.norm import RMSNorm
+from resin.models.ops.protocol import Routed
 from resin.models.registry import open_checkpoint
 from resin.models.routers import Router
 from resin.models.weights import Progress
@@ -184,8 +185,8 @@ class BalancedRouter(Router):
         self.router = router
         self.experts = experts
 
-    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> Routed:
-        routed = self.router.route(context, x, norm)
+    def __call__(self, run: Pass, x: jax.Array, norm: RMSNorm | None = None) -> Routed:
+        routed = self.router(run, x, norm)
         tokens, choices = routed.experts.shape
         turn = jnp.arange(tokens * choices, dtype=jnp.int32).reshape(tokens, choices)
-        return routed._replace(experts=context.pad_experts(turn % self.experts))
+        return routed._replace(experts=jnp.where(run.tokens.live[:, None], turn % self.experts, -1))

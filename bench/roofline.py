@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,11 @@ import numpy as np
 
 from bench.cpu_limits import last_level_cache_bytes, product_rate, read_rate, reading_arrays, usable_cores
 from resin import BatchPlan, RowFlag, RunnerConfig
-from resin.models.context import AttentionLayer, Context, ShiftLayer
+from resin.models.cache.attended import Attended
+from resin.models.cache.protocol import Attend, Heads, PlaneRef
+from resin.models.forward import Pass
+from resin.models.ops.xla import XlaOps
+from resin.models.tokens import Tokens
 from resin.models.weights import AbstractModel
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint16": 2}
@@ -154,56 +158,86 @@ class Work:
         return max(self.nbytes / ceilings.copy_bytes_per_s, self.flops / ceilings.matmul_flops_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionUse:
-    """One call of a layer's attention: the layer and H."""
+class AppendUse(NamedTuple):
+    """Entries that a layer leaves for every token."""
 
-    layer: AttentionLayer
+    plane: PlaneRef
+
+
+class AttendUse(NamedTuple):
+    """One attention: the keys and values that it reads, with H queries of `keys.width`."""
+
+    keys: PlaneRef
+    values: PlaneRef
+    how: Attend
     heads: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShiftUse:
-    """One call of a layer's short filter: the layer and the width of its input."""
+class StateUse(NamedTuple):
+    """States of each sequence that a layer reads, and leaves moved on."""
 
-    layer: ShiftLayer
-    width: int
+    state: PlaneRef
 
 
-class RecordingContext(Context):
-    """Notes which layers ask for the cache and computes nothing."""
+Use = AppendUse | AttendUse | StateUse
 
-    def __init__(self, token_ids: jax.Array) -> None:
-        super().__init__(token_ids, jnp.zeros_like(token_ids))
-        self.uses: list[AttentionUse | ShiftUse] = []
+
+class RecordingCache:
+    """Notes what layers ask of the cache and computes nothing. The methods are those of `Cache`."""
+
+    def __init__(self) -> None:
+        self.uses: list[Use] = []
+
+    def append(self, plane: PlaneRef, vectors: jax.Array) -> None:
+        self.uses.append(AppendUse(plane))
+
+    def target(self, plane: PlaneRef, how: Attend, sinks: jax.Array | None) -> None:
+        return None
+
+    def append_heads(self, plane: PlaneRef, heads: Heads) -> None:
+        self.uses.append(AppendUse(plane))
 
     def attend(
         self,
-        layer: AttentionLayer,
         query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        keys: PlaneRef,
+        values: PlaneRef,
+        how: Attend,
+        *,
         sinks: jax.Array | None = None,
-    ) -> jax.Array:
-        self.uses.append(AttentionUse(layer, query.shape[1]))
-        return query
+        with_lse: bool = False,
+    ) -> Attended:
+        tokens, heads, _ = query.shape
+        self.uses.append(AttendUse(keys, values, how, heads))
+        out = jnp.zeros((tokens, heads, values.width), query.dtype)
+        return Attended(out, jnp.zeros((tokens, heads), jnp.float32))
 
-    def recall(self, layer: ShiftLayer, x: jax.Array) -> list[jax.Array]:
-        self.uses.append(ShiftUse(layer, x.shape[1]))
-        return [x] * layer.taps
+    def read_state(self, state: PlaneRef, dtype: jax.typing.DTypeLike) -> jax.Array:
+        self.uses.append(StateUse(state))
+        return jnp.zeros((1, state.rows, state.width), dtype)
 
-    def live_tokens(self) -> jax.Array:
-        return jnp.ones(self.token_ids.shape, jnp.bool_)
+    def write_state(self, state: PlaneRef, value: jax.Array) -> None:
+        """Counted where it was read."""
+
+    def shift_state(self, state: PlaneRef, x: jax.Array) -> list[jax.Array]:
+        self.uses.append(StateUse(state))
+        return [x] * state.rows
 
 
-def layer_uses(model: AbstractModel) -> tuple[AttentionUse | ShiftUse, ...]:
+def recording_pass(token_ids: jax.Array) -> tuple[Pass, RecordingCache]:
+    """A pass in plain XLA whose cache computes nothing."""
+    cache = RecordingCache()
+    return Pass(Tokens.whole_sequence(token_ids), cache, XlaOps()), cache
+
+
+def layer_uses(model: AbstractModel) -> tuple[Use, ...]:
     """Every use of the cache in one forward pass, in order; nothing is computed."""
-    uses: list[AttentionUse | ShiftUse] = []
+    uses: list[Use] = []
 
     def forward(weights: Sequence[jax.Array], token_ids: jax.Array) -> jax.Array:
-        context = RecordingContext(token_ids)
-        hidden = model.merge(weights)(context)
-        uses.extend(context.uses)
+        run, cache = recording_pass(token_ids)
+        hidden = model.merge(weights)(run)
+        uses.extend(cache.uses)
         return hidden
 
     jax.eval_shape(forward, *_abstract_arguments(model))
@@ -214,10 +248,11 @@ def head_flops(model: AbstractModel) -> int:
     """Operations of all products between one hidden state and its logits."""
 
     def logits(weights: Sequence[jax.Array], token_ids: jax.Array) -> jax.Array:
-        return model.merge(weights).logits(RecordingContext(token_ids), hidden(weights, token_ids))
+        run, _ = recording_pass(token_ids)
+        return model.merge(weights).logits(run, hidden(weights, token_ids))
 
     def hidden(weights: Sequence[jax.Array], token_ids: jax.Array) -> jax.Array:
-        return model.merge(weights)(RecordingContext(token_ids))
+        return model.merge(weights)(recording_pass(token_ids)[0])
 
     weights, token_ids = _abstract_arguments(model)
     whole, body = (jax.make_jaxpr(function)(weights, token_ids) for function in (logits, hidden))
@@ -270,16 +305,17 @@ class WorkCounter:
         # The head multiplies the last token of each sequence alone.
         flops = plan.num_tokens * self._token_flops + int(plan.emits.sum()) * self._head_flops
         for use in self._uses:
-            if isinstance(use, ShiftUse):
-                state = use.layer.taps * use.width * self._itemsize(use.layer.group, use.layer.plane)
+            if isinstance(use, StateUse):
+                state = self._vector_bytes(use.state)
                 read += state * int((~fresh).sum())
                 written += state * rows
-                continue
-            layer = use.layer
-            entry = 2 * layer.kv_heads * layer.head_dim * self._itemsize(layer.group, layer.plane)
-            read += entry * int(_past_keys(totals, queries, layer.window).sum())
-            written += entry * plan.num_tokens
-            flops += 4 * use.heads * layer.head_dim * _pairs(totals, queries, layer.window)
+            elif isinstance(use, AppendUse):
+                written += self._vector_bytes(use.plane) * plan.num_tokens
+            else:
+                entry = self._vector_bytes(use.keys) + self._vector_bytes(use.values)
+                read += entry * int(_past_keys(totals, queries, use.how.window).sum())
+                pairs = _pairs(totals, queries, use.how.window)
+                flops += 2 * use.heads * (use.keys.width + use.values.width) * pairs
         return Work(self._weight_bytes(plan.num_tokens), read, written, flops)
 
     def _weight_bytes(self, tokens: int) -> int:
@@ -287,10 +323,11 @@ class WorkCounter:
             return round(sum(item.touched_nbytes(tokens) for item in self._model.declarations))
         return round(sum(item.nbytes * min(1.0, item.token_share * tokens) for item in self._model.declarations))
 
-    def _itemsize(self, group_name: str, plane_name: str) -> int:
+    def _vector_bytes(self, ref: PlaneRef) -> int:
+        """Of an entry's vectors, or a state's."""
         planes = {(group.name, plane.name): plane for group in self._config.groups for plane in group.planes}
-        plane = planes[group_name, plane_name]
-        return ITEMSIZE[plane.dtype or self._config.arena_dtype]
+        plane = planes[ref.group, ref.plane]
+        return ref.rows * ref.width * ITEMSIZE[plane.dtype or self._config.arena_dtype]
 
 
 def _past_keys(totals: np.ndarray, queries: np.ndarray, window: int | None) -> np.ndarray:

@@ -22,7 +22,7 @@ from jax import lax
 
 from bench.cases import PATIENT, Case, CaseRunner, random_prompts, with_flags
 from resin import BatchPlan, Engine, Request, RowFlag, SamplingParams, StateGroup, TokenRow, TokensEvent
-from resin.models.context import DenseContext
+from resin.models.forward import dense_pass
 from resin.models.weights import AbstractModel
 from resin.plan.sampling import MAX_TOP_LOGPROBS
 from resin.runtime import ModelRunner
@@ -94,8 +94,8 @@ def _exact_and_plain(
 
     def forward(weights: Sequence[jax.Array], precision: str) -> jax.Array:
         with jax.default_matmul_precision(precision):
-            model, context = abstract.merge(weights), DenseContext(ids, fp8_scales=fp8_scales)
-            return jax.nn.log_softmax(model.logits(context, model(context)), axis=-1)
+            model, run = abstract.merge(weights), dense_pass(ids, fp8_scales=fp8_scales)
+            return jax.nn.log_softmax(model.logits(run, model(run)), axis=-1)
 
     is_float = [jnp.issubdtype(each.dtype, jnp.floating) for each in weights]
     wide = [each.astype(jnp.float32) if cast else each for each, cast in zip(weights, is_float, strict=True)]

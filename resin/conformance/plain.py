@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resin.models.context import DenseContext
+from resin.models.forward import dense_pass
 from resin.models.weights import AbstractModel
 from resin.plan import CacheGroup
 from resin.plan.cache import fp8_scales
@@ -61,12 +61,11 @@ class PlainForward:
 
         @jax.jit
         def hidden(weights: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
-            return model.merge(weights)(DenseContext(token_ids, fp8_scales=scales))
+            return model.merge(weights)(dense_pass(token_ids, fp8_scales=scales))
 
         @jax.jit
         def head(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
-            context = DenseContext(jnp.zeros(rows.shape[0], jnp.int32))
-            return model.merge(weights).logits(context, rows)
+            return model.merge(weights).logits(dense_pass(jnp.zeros(rows.shape[0], jnp.int32)), rows)
 
         self._hidden, self._head = hidden, head
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from resin.models.context import AttentionLayer, Context
+from resin.models.axes import Axis
+from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.declare import BIAS, Fused, FusedPart, Placement, Transposed, declare
+from resin.models.forward import Pass
 from resin.models.norm import NormOrder, RMSNorm
+from resin.models.ops.protocol import HeadOperands
 from resin.models.rope import Rope
 
 
 class Attention(nnx.Module):
-    """q, k, v (normalised per head if asked), rotation, attention over the context, output product.
+    """q, k, v (normalised per head if asked), rotation, attention over the cache, output product.
 
     Args:
         placement: dtype and mesh.
@@ -20,7 +23,8 @@ class Attention(nnx.Module):
         hidden: width of the residual stream.
         heads: query heads over all devices.
         kv_heads: KV heads of the model; copied when tp exceeds them.
-        layer: this layer's place in the cache and its score options, `kv_heads` being one device's.
+        entries: where the cache keeps this layer's keys, then its values; a row for each KV head of one device.
+        how: scale and mask of the scores.
         rope: rotation of queries and keys.
         qk_norm_eps: normalise each query and key head before the rotation; None for no norms.
         norm_order, norm_one_plus: of these norms.
@@ -37,7 +41,8 @@ class Attention(nnx.Module):
         hidden: int,
         heads: int,
         kv_heads: int,
-        layer: AttentionLayer,
+        entries: PlaneRef,
+        how: Attend,
         rope: Rope,
         qk_norm_eps: float | None = None,
         norm_order: NormOrder = NormOrder.CAST_THEN_SCALE,
@@ -46,10 +51,11 @@ class Attention(nnx.Module):
         sinks: bool = False,
         names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm"),
     ) -> None:
-        width = layer.head_dim
+        width = entries.width
         output, q_norm, k_norm = (f"{name}.{part}" for part in names)
-        self.heads = placement.split("num_attention_heads", heads)
-        self.layer = layer
+        placement.split("num_attention_heads", heads)
+        self.entries = entries
+        self.how = how
         self.rope = rope
         fused = Fused((FusedPart(heads, width), FusedPart(kv_heads, width), FusedPart(kv_heads, width)), placement.tp)
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
@@ -77,16 +83,24 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+        self, run: Pass, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """`residual + attention(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("attention"):
-            bias = None if self.qkv_bias is None else self.qkv_bias[...]
-            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             sinks = None if self.sinks is None else self.sinks[...]
-            out = context.attend_product(
-                self.layer, x, self.qkv[...], bias, self.rope, norm=norm, norms=norms, sinks=sinks
-            )
-            out = out.reshape(x.shape[0], self.heads * self.layer.head_dim)
-            output_bias = None if self.output_bias is None else self.output_bias[...]
-            return context.product(out, self.output[...], bias=output_bias, residual=residual, is_partial=True)
+            target = run.cache.target(self.entries, self.how, sinks)
+            heads = run.ops.project_heads(x, self._qkv(), run.rotation(self.rope), norm=norm, target=target)
+            run.cache.append_heads(self.entries, heads)
+            attended = run.cache.attend(heads.query, *self.entries.halves(), self.how, sinks=sinks)
+            joined = attended.out.reshape(x.shape[0], -1)
+            bias = None if self.output_bias is None else self.output_bias[...]
+            return run.row_parallel(Axis.HEADS, joined, self.output[...], bias=bias, residual=residual)
+
+    def _qkv(self) -> HeadOperands:
+        return HeadOperands(
+            weight=self.qkv[...],
+            bias=None if self.qkv_bias is None else self.qkv_bias[...],
+            norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
+            kv_heads=self.entries.rows // 2,
+            width=self.entries.width,
+        )

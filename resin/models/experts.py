@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from resin.models.axes import Axis
 from resin.models.config_reader import ConfigReader
-from resin.models.context import Context, ExpertOperands
 from resin.models.declare import (
     BIAS,
     Assembly,
@@ -21,10 +22,12 @@ from resin.models.declare import (
     Transposed,
     declare,
 )
+from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
+from resin.models.ops.protocol import ExpertOperands
 from resin.models.packed import PackedExpertMatrix
 from resin.models.routers import Router
-from resin.pallas_kernels.gates import SILU, Gate, GateFunction
+from resin.pallas_kernels.gates import SILU, GateFunction
 
 MOST_EXPERTS = 4096
 
@@ -87,9 +90,9 @@ class ExpertMatrix(nnx.Module):
             token_share=sizes.token_share,
         )
 
-    def product(self, expert: jax.Array, x: jax.Array) -> jax.Array:
-        """`[M, in]` times the matrix of one expert (int32 scalar): `[M, out]`."""
-        return x @ self.weight[...][expert]
+    def operand(self) -> jax.Array:
+        """`[E, in, out]`."""
+        return self.weight[...]
 
 
 class MixtureOfExperts(nnx.Module):
@@ -146,33 +149,25 @@ class MixtureOfExperts(nnx.Module):
         )
 
     def __call__(
-        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+        self, run: Pass, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """`residual + experts(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("experts"):
-            routed = self.router.route(context, x, norm)
-            return context.mix_experts(routed, self.share, self._apply, self._operands(), residual)
+            routed, experts = self.router(run, x, norm), self.operands()
+            if run.axes.size(Axis.EXPERTS) == 1:
+                return run.ops.experts(routed, experts, residual)
+            local = routed.experts - run.axes.index(Axis.EXPERTS) * experts.num_experts
+            is_mine = (local >= 0) & (local < experts.num_experts)
+            routed = routed._replace(experts=jnp.where(is_mine, local, -1))
+            out = run.axes.leave(run.ops.experts(routed, experts), Axis.EXPERTS)
+            return out if residual is None else residual + out
 
-    def _operands(self) -> ExpertOperands | None:
-        """What kernels take, unless something here is a class of its own."""
-        if type(self)._apply is not MixtureOfExperts._apply or not isinstance(self.gate, Gate):
-            return None
+    def operands(self) -> ExpertOperands:
+        """The weights of this device's experts."""
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = self.gate_up_bias[...], self.down_bias[...]
-        if type(self.gate_up) is type(self.down) is ExpertMatrix:
-            return ExpertOperands(self.gate_up.weight[...], self.down.weight[...], self.gate, biases)
-        if type(self.gate_up) is type(self.down) is PackedExpertMatrix:
-            return ExpertOperands(self.gate_up.packed(), self.down.packed(), self.gate, biases)
-        return None
-
-    def _apply(self, expert: jax.Array, x: jax.Array) -> jax.Array:
-        joined = self.gate_up.product(expert, x)
-        if self.gate_up_bias is not None:
-            joined = joined + self.gate_up_bias[...][expert][None, :]
-        half = joined.shape[1] // 2
-        out = self.down.product(expert, self.gate(joined[:, :half], joined[:, half:]))
-        return out if self.down_bias is None else out + self.down_bias[...][expert][None, :]
+        return ExpertOperands(self.gate_up.operand(), self.down.operand(), self.gate, biases)
 
 
 def listed_experts(

@@ -10,8 +10,8 @@ import jax
 
 from resin.models.config import HARMLESS, NEUTRAL, DecoderConfig, check_quantisation
 from resin.models.config_reader import ConfigReader
-from resin.models.context import Context, DenseContext
 from resin.models.declare import Placement
+from resin.models.forward import Pass, dense_pass
 from resin.models.loading.checkpoint import Checkpoint
 from resin.models.tying import settle_head
 from resin.plan import CacheGroup, InvalidRequest
@@ -44,11 +44,11 @@ class ModelConfig(Protocol):
 class Model(Protocol):
     """A built model. The class also has `Config` (with `from_hf`), `cache_groups` and takes `(config, placement)`."""
 
-    def __call__(self, context: Context) -> jax.Array:
+    def __call__(self, run: Pass) -> jax.Array:
         """Final hidden states `[T, hidden]`."""
         ...
 
-    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
+    def logits(self, run: Pass, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocab]` of `[..., hidden]`."""
         ...
 
@@ -134,5 +134,5 @@ def read_model(checkpoint: Checkpoint, name: str | None = None) -> tuple[ModelCl
 
 def sequence_logits(model: Model, token_ids: jax.Array) -> jax.Array:
     """float32 `[T, vocab]` of one whole sequence `[T]`, without a cache: what a trainer computes."""
-    context = DenseContext(token_ids)
-    return model.logits(context, model(context))
+    run = dense_pass(token_ids)
+    return model.logits(run, model(run))

@@ -14,9 +14,9 @@ from flax import nnx
 from resin.models.attention import Attention
 from resin.models.config import MOST_LAYERS, DecoderConfig, head_dim_of, layer_types_of
 from resin.models.config_reader import ConfigReader
-from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
+from resin.models.forward import Pass
 from resin.models.mlp import GatedMLP
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.rope import Rope
@@ -98,13 +98,15 @@ class Gemma3Layer(nnx.Module):
         order = NormOrder.SCALE_THEN_CAST
         norm = partial(RMSNorm, placement, width=config.hidden, eps=config.norm_eps, order=order, one_plus=True)
         self.attention_norm = norm(name=f"{name}.input_layernorm")
+        entries, how = sliding_layer(config, placement, index, scale=config.query_scalar**-0.5)
         self.attention = Attention(
             placement,
             f"{name}.self_attn",
             hidden=config.hidden,
             heads=config.heads,
             kv_heads=config.kv_heads,
-            layer=sliding_layer(config, placement, index, scale=config.query_scalar**-0.5),
+            entries=entries,
+            how=how,
             rope=config.rope if config.layer_types[index] == FULL else config.sliding_rope,
             qk_norm_eps=config.norm_eps,
             norm_order=order,
@@ -117,9 +119,9 @@ class Gemma3Layer(nnx.Module):
         )
         self.mlp_out_norm = norm(name=f"{name}.post_feedforward_layernorm")
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = x + self.attention_out_norm(self.attention(context, x, norm=self.attention_norm))
-        return x + self.mlp_out_norm(self.mlp(context, x, norm=self.mlp_norm))
+    def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
+        x = x + self.attention_out_norm(self.attention(run, x, norm=self.attention_norm))
+        return x + self.mlp_out_norm(self.mlp(run, x, norm=self.mlp_norm))
 
 
 class Gemma3(Decoder):
@@ -140,14 +142,14 @@ class Gemma3(Decoder):
         """A History group for the full layers, a Window group for the others."""
         return sliding_groups(config, placement)
 
-    def embed(self, context: Context) -> jax.Array:
+    def open(self, run: Pass) -> jax.Array:
         """Vectors of the pass's tokens, `[T, hidden]`, scaled by sqrt(hidden) in their own dtype (25.25 for 640)."""
-        x = super().embed(context)
+        x: jax.Array = super().open(run)
         return x * jnp.asarray(self.embed_scale, x.dtype)
 
-    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
+    def logits(self, run: Pass, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocab]` of `[..., hidden]`."""
-        logits = super().logits(context, hidden)
+        logits = super().logits(run, hidden)
         if self.logit_softcap is None:
             return logits
         return self.logit_softcap * jnp.tanh(logits / self.logit_softcap)

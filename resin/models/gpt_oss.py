@@ -13,10 +13,10 @@ from flax import nnx
 from resin.models.attention import Attention
 from resin.models.config import MOST_LAYERS, DecoderConfig, layer_types_of
 from resin.models.config_reader import ConfigReader
-from resin.models.context import Context
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
 from resin.models.experts import ExpertSizes, joined_experts
+from resin.models.forward import Pass
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.routers import Router
 from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
@@ -92,13 +92,15 @@ class GptOssLayer(nnx.Module):
         name, sizes = f"model.layers.{index}", config.experts
         norm = partial(RMSNorm, placement, width=config.hidden, eps=config.norm_eps, order=NormOrder.SCALE_THEN_CAST)
         self.attention_norm = norm(name=f"{name}.input_layernorm")
+        entries, how = sliding_layer(config, placement, index, scale=config.head_dim**-0.5)
         self.attention = Attention(
             placement,
             f"{name}.self_attn",
             hidden=config.hidden,
             heads=config.heads,
             kv_heads=config.kv_heads,
-            layer=sliding_layer(config, placement, index, scale=config.head_dim**-0.5),
+            entries=entries,
+            how=how,
             rope=config.rope,
             bias=True,
             sinks=True,
@@ -117,9 +119,9 @@ class GptOssLayer(nnx.Module):
             placement, f"{name}.mlp.experts", sizes, router=router, gate=gate, packed=config.packed
         )
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = self.attention(context, x, norm=self.attention_norm, residual=x)
-        return self.experts(context, x, norm=self.experts_norm, residual=x)
+    def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
+        x = self.attention(run, x, norm=self.attention_norm, residual=x)
+        return self.experts(run, x, norm=self.experts_norm, residual=x)
 
 
 class GptOss(Decoder):

@@ -10,11 +10,12 @@ import jax
 from flax import nnx
 
 from resin.models.attention import Attention
+from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.config import MOST_LAYERS, DecoderConfig, layer_types_of, place_of
 from resin.models.config_reader import ConfigReader
-from resin.models.context import AttentionLayer, Context, ShiftLayer
 from resin.models.declare import Placement
-from resin.models.decoder import Decoder, kv_plane
+from resin.models.decoder import Decoder, kv_entries, kv_plane
+from resin.models.forward import Pass
 from resin.models.mlp import GatedMLP
 from resin.models.norm import RMSNorm
 from resin.models.short_conv import ShortConv
@@ -116,29 +117,25 @@ class Lfm2Layer(nnx.Module):
     def _build_operator(config: Lfm2Config, placement: Placement, index: int) -> nnx.Module:
         name, place = f"model.layers.{index}", place_of(config.layer_types, index)
         if config.layer_types[index] == CONV:
-            layer = ShiftLayer("conv", place, config.taps - 1)
-            return ShortConv(placement, f"{name}.conv", hidden=config.hidden, layer=layer)
+            width = placement.split("hidden_size", config.hidden)
+            state = PlaneRef.of_layer("conv", "conv", place, config.taps - 1, width)
+            return ShortConv(placement, f"{name}.conv", hidden=config.hidden, state=state)
         return Attention(
             placement,
             f"{name}.self_attn",
             hidden=config.hidden,
             heads=config.heads,
             kv_heads=config.kv_heads,
-            layer=AttentionLayer(
-                group="history",
-                index=place,
-                kv_heads=placement.split_kv(config.kv_heads),
-                head_dim=config.head_dim,
-                scale=config.head_dim**-0.5,
-            ),
+            entries=kv_entries(placement, "history", place, config.kv_heads, config.head_dim),
+            how=Attend(config.head_dim**-0.5),
             rope=config.rope,
             qk_norm_eps=config.norm_eps,
             names=("out_proj", "q_layernorm", "k_layernorm"),
         )
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = self.operator(context, x, norm=self.operator_norm, residual=x)
-        return self.mlp(context, x, norm=self.ffn_norm, residual=x)
+    def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
+        x = self.operator(run, x, norm=self.operator_norm, residual=x)
+        return self.mlp(run, x, norm=self.ffn_norm, residual=x)
 
 
 class Lfm2(Decoder):

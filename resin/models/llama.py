@@ -10,11 +10,12 @@ import jax
 from flax import nnx
 
 from resin.models.attention import Attention
+from resin.models.cache.protocol import Attend
 from resin.models.config import DecoderConfig, layer_types_of
 from resin.models.config_reader import ConfigReader
-from resin.models.context import AttentionLayer, Context
 from resin.models.declare import Placement
-from resin.models.decoder import Decoder, kv_plane
+from resin.models.decoder import Decoder, kv_entries, kv_plane
+from resin.models.forward import Pass
 from resin.models.mlp import GatedMLP
 from resin.models.norm import RMSNorm
 from resin.plan import CacheGroup, HistoryGroup
@@ -81,13 +82,8 @@ class LlamaLayer(nnx.Module):
             hidden=config.hidden,
             heads=config.heads,
             kv_heads=config.kv_heads,
-            layer=AttentionLayer(
-                group="history",
-                index=index,
-                kv_heads=placement.split_kv(config.kv_heads),
-                head_dim=config.head_dim,
-                scale=config.head_dim**-0.5,
-            ),
+            entries=kv_entries(placement, "history", index, config.kv_heads, config.head_dim),
+            how=Attend(config.head_dim**-0.5),
             rope=config.rope,
             qk_norm_eps=eps if self.qk_norm else None,
         )
@@ -99,9 +95,9 @@ class LlamaLayer(nnx.Module):
         """The feed-forward layer."""
         return GatedMLP(placement, f"model.layers.{index}.mlp", hidden=config.hidden, width=config.ffn)
 
-    def __call__(self, context: Context, x: jax.Array) -> jax.Array:
-        x = self.attention(context, x, norm=self.attention_norm, residual=x)
-        return self.mlp(context, x, norm=self.mlp_norm, residual=x)
+    def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
+        x = self.attention(run, x, norm=self.attention_norm, residual=x)
+        return self.mlp(run, x, norm=self.mlp_norm, residual=x)
 
 
 class Llama(Decoder):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from resin.models.context import Context
+from resin.models.axes import Axis
 from resin.models.declare import Fused, FusedPart, Placement, Transposed, declare
+from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
 from resin.pallas_kernels.gates import SILU, GateFunction
 
@@ -47,9 +48,9 @@ class GatedMLP(nnx.Module):
         self.gate = gate
 
     def __call__(
-        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+        self, run: Pass, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """`residual + mlp(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("mlp"):
-            inner = context.product(x, self.gate_up[...], norm=norm, gate=self.gate)
-            return context.product(inner, self.down[...], residual=residual, is_partial=True)
+            inner = run.ops.linear(x, self.gate_up[...], norm=norm, gate=self.gate)
+            return run.row_parallel(Axis.FFN, inner, self.down[...], residual=residual)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -21,7 +20,6 @@ from resin.pallas_kernels.mxfp4 import (
     packed_shapes,
     scale_shift,
     unpack_factors,
-    unpack_matrices,
     unpack_words,
 )
 from resin.plan import InvalidRequest
@@ -141,7 +139,6 @@ class PackedExpertMatrix(nnx.Module):
         token_share: float,
     ) -> None:
         self.inner, outer = shape
-        self.interleaved = interleaved
         if self.inner % GROUP_VALUES:
             raise InvalidRequest(f"input of {name}", self.inner, f"a multiple of {GROUP_VALUES}, the values of a scale")
         if outer % TILE_ROWS:
@@ -189,14 +186,6 @@ class PackedExpertMatrix(nnx.Module):
             parameters=0,
         )
 
-    def packed(self) -> PackedMatrices:
-        """What kernels take."""
+    def operand(self) -> PackedMatrices:
+        """E of `[out, in]`."""
         return PackedMatrices(self.words[...], self.factors[...], self.units[...])
-
-    def product(self, expert: jax.Array, x: jax.Array) -> jax.Array:
-        """`[M, in]` times the matrix of one expert (int32 scalar): `[M, out]`."""
-        one = PackedMatrices(*(part[expert] for part in self.packed()))
-        out = x @ unpack_matrices(one, self.inner, x.dtype).T
-        if not self.interleaved:
-            return out
-        return out.reshape(len(x), -1, 2, 8).swapaxes(1, 2).reshape(out.shape)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from flax import nnx
 
-from resin.models.context import Context, Routed
 from resin.models.declare import BIAS, Placement, Transposed, declare
+from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
-from resin.pallas_kernels.route import RouteRule, route_tokens_ref
+from resin.models.ops.protocol import Routed
+from resin.pallas_kernels.route import RouteRule
 
 
 class Router(nnx.Module):
@@ -19,7 +18,7 @@ class Router(nnx.Module):
     Args:
         placement: dtype and mesh.
         name: checkpoint prefix of the scoring product.
-        rule: how it chooses and weighs; a router of another kind overrides `route`.
+        rule: how it chooses and weighs; a router of another kind overrides `__call__`.
         hidden: width of the residual stream.
         experts: E.
         bias: add a bias to the scores.
@@ -50,16 +49,14 @@ class Router(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Experts int32 [T, k] and their weights float32 [T, k]; equal shares take the lowest expert."""
-        experts, weights, *_ = route_tokens_ref(x, self.gate[...], rule=self.rule, **self.biases())
-        return experts, weights
-
-    def biases(self) -> dict[str, Any]:
-        """Those that there are, by the names that `route_tokens` has for them."""
-        named = {"bias": self.bias, "selection_bias": self.selection_bias}
-        return {name: bias[...] for name, bias in named.items() if bias is not None}
-
-    def route(self, context: Context, x: jax.Array, norm: RMSNorm | None) -> Routed:
-        """The same of `norm(x)` within a pass, which knows the platform's kernels and the padding."""
-        return context.route(self, x, norm)
+    def __call__(self, run: Pass, x: jax.Array, norm: RMSNorm | None = None) -> Routed:
+        """The experts of `norm(x)` [T, hidden], numbered over all devices; padding takes none."""
+        return run.ops.route(
+            x,
+            self.gate[...],
+            self.rule,
+            live=run.tokens.live,
+            norm=norm,
+            bias=None if self.bias is None else self.bias[...],
+            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
+        )

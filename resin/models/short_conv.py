@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from resin.models.context import Context, ShiftLayer
+from resin.models.axes import Axis
+from resin.models.cache.protocol import PlaneRef
 from resin.models.declare import Channels, Fused, FusedPart, Init, Placement, Sections, Transposed, declare
+from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
 
 
@@ -18,13 +20,13 @@ class ShortConv(nnx.Module):
         placement: dtype and mesh.
         name: checkpoint prefix, for example "model.layers.0.conv".
         hidden: channels.
-        layer: this layer's place in the cache; the filter sees `layer.taps` earlier values of `B * x`.
+        state: where the cache keeps the earlier values of `B * x` that the filter sees, a row each.
     """
 
-    def __init__(self, placement: Placement, name: str, *, hidden: int, layer: ShiftLayer) -> None:
+    def __init__(self, placement: Placement, name: str, *, hidden: int, state: PlaneRef) -> None:
         third = FusedPart(placement.tp, placement.split("hidden_size", hidden))
-        taps = layer.taps + 1
-        self.layer = layer
+        taps = state.rows + 1
+        self.state = state
         self.input = declare(
             (hidden, 3 * hidden),
             placement,
@@ -45,12 +47,12 @@ class ShortConv(nnx.Module):
         )
 
     def __call__(
-        self, context: Context, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
+        self, run: Pass, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """`residual + conv(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("short_conv"):
-            gate_in, gate_out, x = jnp.split(context.product(x, self.input[...], norm=norm), 3, axis=-1)
+            gate_in, gate_out, x = jnp.split(run.ops.linear(x, self.input[...], norm=norm), 3, axis=-1)
             gated = gate_in * x
-            inputs = [*context.recall(self.layer, gated), gated]
+            inputs = [*run.cache.shift_state(self.state, gated), gated]
             filtered = sum(tap[None, :] * value for tap, value in zip(self.filter[...], inputs, strict=True))
-            return context.product(gate_out * filtered, self.output[...], residual=residual, is_partial=True)
+            return run.row_parallel(Axis.CHANNELS, gate_out * filtered, self.output[...], residual=residual)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.config import place_of
-from resin.models.context import AttentionLayer
 from resin.models.declare import Placement
-from resin.models.decoder import kv_plane
+from resin.models.decoder import kv_entries, kv_plane
 from resin.plan import CacheGroup, HistoryGroup, WindowGroup
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,17 +29,12 @@ class SlidingConfig(Protocol):
     def window_tokens(self) -> int: ...
 
 
-def sliding_layer(config: SlidingConfig, placement: Placement, index: int, *, scale: float) -> AttentionLayer:
-    """Layer `index`: full layers keep their keys in the group "history", the others in "window"."""
+def sliding_layer(config: SlidingConfig, placement: Placement, index: int, *, scale: float) -> tuple[PlaneRef, Attend]:
+    """Keys and values of layer `index`, and how it attends: full layers use the group "history", others "window"."""
     is_full = config.layer_types[index] == FULL
-    return AttentionLayer(
-        group="history" if is_full else "window",
-        index=place_of(config.layer_types, index),
-        kv_heads=placement.split_kv(config.kv_heads),
-        head_dim=config.head_dim,
-        scale=scale,
-        window=None if is_full else config.window_tokens,
-    )
+    place = place_of(config.layer_types, index)
+    entries = kv_entries(placement, "history" if is_full else "window", place, config.kv_heads, config.head_dim)
+    return entries, Attend(scale, window=None if is_full else config.window_tokens)
 
 
 def sliding_groups(config: SlidingConfig, placement: Placement) -> tuple[CacheGroup, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from resin.models.context import Context
+from resin.models.axes import Axis
 from resin.models.declare import Init, Placement, Transposed, declare
+from resin.models.forward import Pass
 
 
 class Vocabulary(nnx.Module):
@@ -60,25 +60,25 @@ class Vocabulary(nnx.Module):
             )
         )
 
-    def embed(self, context: Context) -> jax.Array:
+    def embed(self, run: Pass) -> jax.Array:
         """Vectors of the pass's tokens, `[T, hidden]`."""
         with jax.named_scope("embed"):
-            ids = context.token_ids
+            ids = run.tokens.ids
             if not self.cut:
                 return self._lookup(ids)
             share = self.head.shape[1]
-            local = ids - lax.axis_index("tp") * share
+            local = ids - run.axes.index(Axis.VOCAB) * share
             mine = (local >= 0) & (local < share)
             rows = self._lookup(jnp.where(mine, local, 0))
-            return context.sum_tp(jnp.where(mine[:, None], rows, 0))
+            return run.axes.leave(jnp.where(mine[:, None], rows, 0), Axis.VOCAB)
 
     def _lookup(self, ids: jax.Array) -> jax.Array:
         if self.table is not None:
             return self.table[...].at[ids].get(mode="clip")
         return self.head[...].at[:, ids].get(mode="clip").T
 
-    def logits(self, context: Context, hidden: jax.Array) -> jax.Array:
+    def logits(self, run: Pass, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocab]` of `[..., hidden]`, whole on every device."""
         with jax.named_scope("head"):
-            share = context.product(hidden, self.head[...], out_dtype="float32")
-            return context.gather_tp(share) if self.cut else share
+            share = run.ops.linear(hidden, self.head[...], out_dtype="float32")
+            return run.axes.join(share, Axis.VOCAB) if self.cut else share

@@ -79,7 +79,7 @@ def expert_ffn(
 
     Args:
         x: `[T, D]`.
-        expert_ids: int32 `[T, k]`, distinct within a token.
+        expert_ids: int32 `[T, k]`, distinct within a token; -1 for none.
         expert_weights: float32 `[T, k]`.
         gate_up: `[E, D, 2 F]`, gate columns then up columns.
         down: `[E, F, D]`.
@@ -102,7 +102,9 @@ def expert_ffn(
         x, gate_up, ids, choices, first, gate=gate, bias=up_bias, factor=factor, interpret=interpret
     )
     out = grouped_product(inner, down, ids, 1, second, bias=down_bias, scale=weights, interpret=interpret)
-    total = out.reshape(tokens, choices, -1).sum(axis=1, dtype=jnp.float32)
+    # Rows of pairs without an expert are undefined.
+    parts = jnp.where((expert_ids >= 0)[:, :, None], out.reshape(tokens, choices, -1), 0)
+    total = parts.sum(axis=1, dtype=jnp.float32)
     return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
 
 
@@ -124,7 +126,7 @@ def grouped_product(
     Args:
         x: `[P / pairs_per_row, K]`.
         weight: `[E, K, N]` in x's dtype; with `gate`, gate columns then up columns.
-        ids: int32 `[P]`, expert of each pair.
+        ids: int32 `[P]`, expert of each pair; pairs of -1 take none, and their results are undefined.
         pairs_per_row: consecutive pairs that share a row of x.
         tiles: how the work is cut; more than 16 rows sort the pairs first.
         gate: joins both halves of the result.
@@ -153,9 +155,9 @@ def grouped_product(
 
 
 def sort_pairs(ids: jax.Array, experts: int, tile_rows: int) -> SortedPairs:
-    """Sorts pairs by expert (stable) and cuts each expert's share into tiles."""
+    """Sorts pairs by expert (stable) and cuts each expert's share into tiles; pairs of -1 come last, in none."""
     pairs = ids.shape[0]
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    order = jnp.argsort(jnp.where(ids < 0, experts, ids), stable=True).astype(jnp.int32)
     index = jnp.arange(experts, dtype=jnp.int32)
     counts = jnp.sum(ids[:, None] == index[None, :], axis=0, dtype=jnp.int32)
     place_ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -226,7 +228,9 @@ def _scan_kernel(operands: _Operands, out_ref, spec: _Spec) -> None:
     expert = ids_ref[slot] if spec.by_slot else slot
     mine = ids == expert
     count = jnp.sum(mine.astype(jnp.int32))
-    leads = jnp.min(jnp.where(mine, pair, NOWHERE)) == slot if spec.by_slot else count > 0
+    leads = count > 0
+    if spec.by_slot:
+        leads = (jnp.min(jnp.where(mine, pair, NOWHERE)) == slot) & (expert >= 0)
     rank = jnp.cumsum(mine.astype(jnp.int32)) - 1
     rank = jnp.where(mine, rank, -1)
 

@@ -102,7 +102,7 @@ def sort_rows(
 
     Args:
         x: bfloat16 `[T, K]`.
-        ids: int32 `[T, k]`, the experts of each token.
+        ids: int32 `[T, k]`, the experts of each token; rows of -1 come first, in no slot.
         experts: E.
         factor: float32 `[T]` that a row is multiplied by on the way; None for 1.
         interpret: run the kernel body in Pallas' interpreter.
@@ -218,6 +218,7 @@ def _kernel(*refs, spec: _Spec, structure) -> None:
     block, slot = pl.program_id(0), pl.program_id(1)
     start, end, expert = operands.start[slot], operands.end[slot], operands.expert[slot]
     wide = TOKENS * spec.column_tiles
+    end = jnp.where(expert < 0, start, end)
 
     def chunk(index, carry):
         first = start + index * wide

@@ -40,7 +40,7 @@ def packed_expert_ffn(
 
     Args:
         x: bfloat16 `[T, D]`.
-        expert_ids: int32 `[T, k]`, distinct within a token.
+        expert_ids: int32 `[T, k]`, distinct within a token; -1 for none.
         expert_weights: float32 `[T, k]`.
         gate_up: E of `[2 F, D]`, tiles of eight gate rows and their eight up rows.
         down: E of `[D, F]`.
@@ -84,6 +84,8 @@ def packed_expert_ffn(
             interpret=interpret,
         )
         parts = out[rows.place.reshape(tokens, choices)]
+    # Rows of pairs without an expert are undefined.
+    parts = jnp.where((expert_ids >= 0)[:, :, None], parts, 0)
     total = jnp.sum(parts.astype(jnp.float32) * expert_weights.astype(jnp.float32)[:, :, None], axis=1)
     return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
 

@@ -106,14 +106,14 @@ def route_tokens(
         eps: added to the mean square.
         bias: `[E]` added to the scores.
         selection_bias: `[E]` added to sigmoids for the choice alone.
-        live: int32 `[1]`, tokens before the padding, which takes the first token's experts; None for all.
+        live: int32 `[T]`, 0 for padding, which takes no expert; None for none of it.
         counters: int32 zeros, at least one, given back as zeros; None has XLA clear new ones.
         tiles: overrides the choice of tiles; all columns in one block.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
-        int32 `[T, k]` distinct experts, the largest share first, float32 `[T, k]` weights, the normalised tokens and
-        the counters.
+        int32 `[T, k]` distinct experts, the largest share first, -1 for padding; float32 `[T, k]` weights, the
+        normalised tokens and the counters.
 
     Raises:
         InvalidRequest: the rule cannot be followed, as `RouteRule.check` says.
@@ -207,10 +207,11 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
         plgpu.store(ref.at[row[:, None], jnp.where(inside, place, NOWHERE)], values, mask=inside)
 
     store(weights_ref, place, weights)
+    ids = jnp.broadcast_to(block.column[None, :], place.shape)
     if extras.live is not None:
-        first = jnp.sum(jnp.where((row == 0)[:, None], place, 0), axis=0)
-        place = jnp.where((row < extras.live[0])[:, None], place, first[None, :])
-    store(ids_ref, place, jnp.broadcast_to(block.column[None, :], place.shape))
+        live = plgpu.load(extras.live.at[row], mask=row < spec.rows, other=0)
+        ids = jnp.where((live > 0)[:, None], ids, -1)
+    store(ids_ref, place, ids)
 
 
 def _places(ranked: jax.Array, column: jax.Array, real: jax.Array, top_k: int) -> jax.Array:
@@ -273,6 +274,5 @@ def route_tokens_ref(
         scores = scores + bias.astype(jnp.float32)[None, :]
     experts, weights = choose_experts(scores, rule, selection_bias)
     if live is not None:
-        token = jnp.arange(x.shape[0], dtype=jnp.int32)
-        experts = jnp.where((token < live[0])[:, None], experts, experts[:1])
+        experts = jnp.where((live > 0)[:, None], experts, -1)
     return experts, weights, NormedRows(x), counters

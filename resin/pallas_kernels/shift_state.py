@@ -140,23 +140,65 @@ def shift_state_ref(
 
     Arguments and result as in `shift_state`.
     """
-    width, starts, ends = x.shape[1], query_indptr[:-1], query_indptr[1:]
-    rows_per_page = arena.shape[1] // width
-    row = first_row + jnp.arange(taps, dtype=jnp.int32)
-
-    def places(pages: jax.Array) -> jax.Array:
-        state = pages.reshape(starts.shape[0], -1)
-        return state[:, row // rows_per_page] * rows_per_page + (row % rows_per_page)[None, :]
-
-    rows = arena.reshape(-1, width)
-    held = from_arena(rows.at[places(input_pages)].get(mode="promise_in_bounds"), x.dtype)
-    held = jnp.where(is_fresh[:, None, None], jnp.zeros((), x.dtype), held)
-    # The scatter takes what the gather has left behind: fused, they would copy the arena.
-    held, rows = lax.optimization_barrier((held, rows))
+    starts, ends = query_indptr[:-1], query_indptr[1:]
+    held, arena = read_states(arena, input_pages, is_fresh, first_row, rows=taps, width=x.shape[1], dtype=x.dtype)
     ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)[None, :]
     count = (ends - starts)[:, None]
     recent = x.at[jnp.maximum(ends[:, None] - ages, 0)].get(mode="clip")
     kept = jnp.take_along_axis(held, jnp.clip(taps + count - ages, 0, taps - 1)[:, :, None], axis=1)
-    after = to_arena(jnp.where((count >= ages)[:, :, None], recent, kept), arena.dtype)
-    rows = rows.at[places(output_pages)].set(after, mode="promise_in_bounds")
-    return held, rows.reshape(arena.shape)
+    after = jnp.where((count >= ages)[:, :, None], recent, kept)
+    return held, write_states(arena, output_pages, after, first_row)
+
+
+def read_states(
+    arena: jax.Array,
+    pages: jax.Array,
+    is_fresh: jax.Array,
+    first_row: jax.Array | int,
+    *,
+    rows: int,
+    width: int,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows of each sequence's state.
+
+    Args:
+        arena: as in `shift_state`.
+        pages: int32 `[B * pages_per_state]`, where each state is.
+        is_fresh: bool `[B]`, sequences that start here: zeros came before.
+        first_row: int32 scalar, rows of `width` elements from a state's start.
+        rows: of the state.
+        width: values a row.
+        dtype: of the result.
+
+    Returns:
+        `[B, rows, width]`, and the arena that `write_states` takes: it comes after what was read, since XLA would fuse
+        both and copy the arena.
+    """
+    held = from_arena(
+        arena.reshape(-1, width)
+        .at[_places(arena, pages, is_fresh.shape[0], first_row, rows, width)]
+        .get(mode="promise_in_bounds"),
+        dtype,
+    )
+    held = jnp.where(is_fresh[:, None, None], jnp.zeros((), dtype), held)
+    held, arena = lax.optimization_barrier((held, arena))
+    return held, arena
+
+
+def write_states(arena: jax.Array, pages: jax.Array, value: jax.Array, first_row: jax.Array | int) -> jax.Array:
+    """The arena with `[B, rows, width]` in place of the rows that `read_states` reads."""
+    sequences, rows, width = value.shape
+    at = _places(arena, pages, sequences, first_row, rows, width)
+    flat = arena.reshape(-1, width).at[at].set(to_arena(value, arena.dtype), mode="promise_in_bounds")
+    return flat.reshape(arena.shape)
+
+
+def _places(
+    arena: jax.Array, pages: jax.Array, sequences: int, first_row: jax.Array | int, rows: int, width: int
+) -> jax.Array:
+    """int32 `[B, rows]`, where the rows of each state lie in an arena of vectors of `width`."""
+    rows_per_page = arena.shape[1] // width
+    row = first_row + jnp.arange(rows, dtype=jnp.int32)
+    state = pages.reshape(sequences, -1)
+    return state[:, row // rows_per_page] * rows_per_page + (row % rows_per_page)[None, :]

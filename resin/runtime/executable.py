@@ -12,13 +12,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from resin.models.axes import Axes
+from resin.models.cache.paged import PagedCache
 from resin.models.families import Model
-from resin.models.paged import PagedContext
+from resin.models.forward import Pass
+from resin.models.ops import pick_ops
 from resin.models.weights import AbstractModel
 from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
 from resin.plan.layout import HEADER
+from resin.plan.mapping import FrozenMapping
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
 from resin.runtime.sampling import Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
@@ -160,23 +164,23 @@ def run_step(
     columns, tokens_in = derive(unpack(layout, buffer), slots, bucket, specs)
     ends = columns["query_indptr"][1:]
     kernels = spec.kernels()
-    context = PagedContext(
+    cache = PagedCache(
         phase=bucket.phase,
         columns=columns,
+        tokens=tokens_in,
         arena=arena,
         groups=spec.config.groups,
         geometry=spec.config.geometry,
-        token_ids=tokens_in.ids,
-        tp=spec.mesh.shape["tp"],
         kernels=kernels,
         is_fresh=kind is ProgramKind.FRESH,
     )
+    run = Pass(tokens_in, cache, pick_ops(kernels), Axes(FrozenMapping(spec.mesh.shape)))
     model = spec.model.merge(weights)
-    hidden = model(context)
-    logits = model.logits(context, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
+    hidden = model(run)
+    logits = model.logits(run, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
     if kind is not ProgramKind.SPECIAL:
         tokens = draw_tokens(logits, columns, kernels)
-        return context.arena, _store(slots, columns, tokens), StepOutput(tokens, None, None)
+        return cache.arena, _store(slots, columns, tokens), StepOutput(tokens, None, None)
     tokens = sample(logits, columns, slots, masks, kernels)
     logprobs = lax.cond(
         (any_flags(columns) & RowFlag.LOGPROBS) != 0,
@@ -187,11 +191,11 @@ def run_step(
     if bucket.phase is Phase.PREFILL:
         prompt = lax.cond(
             (any_flags(columns) & RowFlag.PROMPT_LOGPROBS) != 0,
-            lambda: _prompt_logprobs(model, context, hidden),
+            lambda: _prompt_logprobs(model, run, columns, hidden),
             lambda: no_logprobs(bucket.tokens),
         )
     slots = _count_tokens(_store(slots, columns, tokens), columns, tokens)
-    return context.arena, slots, StepOutput(tokens, logprobs, prompt)
+    return cache.arena, slots, StepOutput(tokens, logprobs, prompt)
 
 
 def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
@@ -224,9 +228,9 @@ def _count_tokens(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: ja
     return replace(slots, counts=counts)
 
 
-def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> Logprobs:
-    columns, tokens = context.columns, context.token_ids.shape[0]
-    following = jnp.roll(context.token_ids, -1)
+def _prompt_logprobs(model: Model, run: Pass, columns: Mapping[str, jax.Array], hidden: jax.Array) -> Logprobs:
+    tokens = run.tokens.ids.shape[0]
+    following = jnp.roll(run.tokens.ids, -1)
     last = jnp.where(
         columns["query_indptr"][1:] > columns["query_indptr"][:-1], columns["query_indptr"][1:] - 1, tokens
     )
@@ -239,7 +243,7 @@ def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> 
     live = -(-columns["header"][HEADER.num_tokens] // block)
 
     def fill(index: jax.Array, out: Logprobs) -> Logprobs:
-        part = token_logprobs(model.logits(context, hidden[index]), following[index])
+        part = token_logprobs(model.logits(run, hidden[index]), following[index])
         return jax.tree.map(
             lambda all_rows, rows: lax.dynamic_update_slice_in_dim(all_rows, rows, index * block, 0), out, part
         )

@@ -7,32 +7,16 @@ slot had before, the slot knows: the host plans such a row before it knows what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from resin.models.tokens import Tokens
 from resin.plan import Bucket, CacheGroup, GroupGeometry, HistoryGroup, Phase, RowFlag, StateGroup, WindowGroup
 from resin.runtime.slots import SlotTable
 
 Columns = Mapping[str, jax.Array]
-
-
-class Tokens(NamedTuple):
-    """The tokens of a plan, padding included.
-
-    Attributes:
-        ids: int32 [T].
-        positions: int32 [T], place in the sequence; 0 for padding.
-        row: int32 [T], the sequence; any for padding.
-        live: bool [T], False for padding.
-    """
-
-    ids: jax.Array
-    positions: jax.Array
-    row: jax.Array
-    live: jax.Array
 
 
 def derive(

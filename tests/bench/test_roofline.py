@@ -14,9 +14,9 @@ from bench.model_setup import BalancedModel
 from bench.roofline import CeilingProbe, Ceilings, Work, WorkCounter
 from bench.shapes import SHAPES, shape_checkpoint
 from resin import InvalidRequest, Phase, SamplingParams
-from resin.models.context import DenseContext
 from resin.models.declare import Placement
 from resin.models.families import find_model_class
+from resin.models.forward import dense_pass
 from resin.models.testing import TINY_CONFIGS
 from resin.models.weights import AbstractModel
 from resin.runtime import RunnerOptions
@@ -162,7 +162,7 @@ def test_balanced_routers_take_experts_in_turn() -> None:
     model = AbstractModel.of(balanced(balanced.Config.from_hf(TINY_CONFIGS["qwen3_moe"]), Placement()))
     rng = np.random.default_rng(0)
     built = model.merge([rng.standard_normal(item.shape, np.float32) for item in model.declarations])
-    context, x = DenseContext(jnp.zeros(5, jnp.int32)), jnp.asarray(rng.standard_normal((5, 64), np.float32))
-    _, experts, weights = built.layers[0].mlp.router.route(context, x, None)
+    run, x = dense_pass(jnp.zeros(5, jnp.int32)), jnp.asarray(rng.standard_normal((5, 64), np.float32))
+    _, experts, weights = built.layers[0].mlp.router(run, x)
     assert experts.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]]
     np.testing.assert_allclose(np.asarray(weights).sum(axis=1), 1.0, rtol=1e-5)

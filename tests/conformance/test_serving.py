@@ -31,6 +31,6 @@ def test_kernels_stray_no_further_than_plain_bfloat16(family: str) -> None:
 
 def test_a_norm_that_kernels_mistake_for_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resin.models.llama.RMSNorm", HalfMoreNorm)
-    monkeypatch.setattr("resin.models.paged._kernels_take", lambda *norms: True)
+    monkeypatch.setattr("resin.models.ops.triton._is_known", lambda norm: True)
     passed, detail = serving_kernels(kit_of("llama"))
     assert not passed, detail

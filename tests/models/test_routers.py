@@ -9,12 +9,13 @@ import pytest
 from flax import nnx
 
 from resin.models.declare import Placement
+from resin.models.forward import Pass, dense_pass
 from resin.models.norm import RMSNorm
-from resin.models.paged import PagedContext
+from resin.models.ops import pick_ops
 from resin.models.routers import Router
 from resin.pallas_kernels.route import RouteRule
 from resin.pallas_kernels.table import ROUTE_ROWS, Backend, pick_kernels
-from resin.plan import CacheGeometry, InvalidRequest, Phase
+from resin.plan import InvalidRequest
 
 SIZES = {"hidden": 4, "experts": 4}
 SCORES = np.array([[2.0, 1.0, 2.0, -1.0]], np.float32)
@@ -28,7 +29,7 @@ def filled(router: Router, **biases: np.ndarray) -> Router:
 
 
 def route(router: Router) -> tuple[list[int], np.ndarray]:
-    experts, weights = router(jnp.asarray(SCORES))
+    _, experts, weights = router(dense_pass(jnp.zeros(1, jnp.int32)), jnp.asarray(SCORES))
     assert experts.dtype == jnp.int32 and weights.dtype == jnp.float32
     return np.asarray(experts)[0].tolist(), np.asarray(weights)[0]
 
@@ -76,28 +77,21 @@ def drawn(module: nnx.Module, seed: int) -> nnx.Module:
         (RouteRule(3, "sigmoid", renormalise=True, scaling=2.5), {"selection_bias": "bias"}),
     ],
 )
-def test_a_plan_is_routed_as_by_the_router_alone(rule: RouteRule, biases: dict[str, Any], tokens: int) -> None:
-    """One kernel for few tokens, XLA for many; the last token of several is padding."""
+def test_kernels_route_as_plain_xla_does(rule: RouteRule, biases: dict[str, Any], tokens: int) -> None:
+    """One kernel for few tokens, XLA for many; the last token of several is padding, and takes no expert."""
     placement = Placement("bfloat16")
     router = drawn(Router(placement, "gate", rule=rule, hidden=64, experts=12, **biases), 1)
     norm = drawn(RMSNorm(placement, "norm", 64, 1e-5), 2)
     live = max(1, tokens - 1)
-    columns = {"positions": jnp.zeros(tokens, jnp.int32), "header": jnp.array([0, live], jnp.int32)}
+    alone = dense_pass(jnp.zeros(tokens, jnp.int32))
+    held = alone.tokens._replace(live=jnp.arange(tokens) < live)
     x = jax.random.normal(jax.random.key(3), (tokens, 64), jnp.bfloat16)
     results, programs = [], []
     for backend in (Backend.REFERENCE, Backend.INTERPRET):
 
         def route(x: jax.Array, backend: Backend = backend) -> tuple[jax.Array, jax.Array, jax.Array]:
-            context = PagedContext(
-                phase=Phase.DECODE,
-                columns=columns,
-                arena=jnp.zeros((1, 64), jnp.bfloat16),
-                groups=(),
-                geometry=CacheGeometry(128, groups=(), align_tokens=16, checkpoint_tokens=16),
-                token_ids=jnp.zeros(tokens, jnp.int32),
-                kernels=pick_kernels("cpu", backend=backend),
-            )
-            routed = router.route(context, x, norm)
+            run = Pass(held, alone.cache, pick_ops(pick_kernels("cpu", backend=backend)))
+            routed = router(run, x, norm)
             return routed.x.whole(), routed.experts, routed.weights
 
         programs.append(str(jax.make_jaxpr(route)(x)))
@@ -108,7 +102,7 @@ def test_a_plan_is_routed_as_by_the_router_alone(rule: RouteRule, biases: dict[s
     )
     np.testing.assert_allclose(normed.astype(np.float32), kernel_normed.astype(np.float32), rtol=0.02)
     np.testing.assert_array_equal(ids, kernel_ids)
-    np.testing.assert_array_equal(ids[live:], ids[:1].repeat(tokens - live, axis=0))
+    assert (ids[live:] == -1).all() and (ids[:live] >= 0).all()
     np.testing.assert_allclose(weights, kernel_weights, rtol=0.05, atol=0.01)
 
 

@@ -108,7 +108,7 @@ def route_call(rows: int, inner: int, experts: int, rule: RouteRule):
         return route_tokens(x, gate, rule=rule, norm=norm, live=live, **biases)[:3]
 
     arrays = Array((rows, inner), BF16), Array((inner, experts), BF16), Array((inner,), BF16)
-    return function, (*arrays, Array((experts,), FLOAT), Array((1,), INT))
+    return function, (*arrays, Array((experts,), FLOAT), Array((rows,), INT))
 
 
 def experts_call(tokens: int, around: bool = False):

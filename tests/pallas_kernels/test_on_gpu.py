@@ -202,7 +202,7 @@ def test_route(rows, inner, experts, rule):
     norm = 1 + jax.random.normal(keys[2], (inner,), jnp.bfloat16) / 4
     bias = jax.random.normal(keys[3], (experts,), jnp.float32) / 8
     biases = {"selection_bias" if rule.share == "sigmoid" else "bias": bias}
-    call = {"rule": rule, "norm": norm, **biases, "live": jnp.array([rows], jnp.int32)}
+    call = {"rule": rule, "norm": norm, **biases, "live": jnp.ones(rows, jnp.int32)}
     counters = jnp.zeros(4, jnp.int32)
     poison_memory()
     kernel = jax.jit(functools.partial(route_tokens, **call))
@@ -220,8 +220,9 @@ def test_route(rows, inner, experts, rule):
 def test_route_takes_equal_scores_and_padding_as_the_reference():
     x = jnp.eye(16, 256, dtype=jnp.bfloat16)
     gate = bfloat(np.random.default_rng(fresh_seed()).integers(0, 3, (256, 128)))
-    call = {"rule": RouteRule(8), "live": jnp.array([11], jnp.int32)}
+    live = jnp.array([1, 1, 0] * 5 + [1], jnp.int32)
     for rows in (1, 2, 16):
+        call = {"rule": RouteRule(8), "live": live[:rows]}
         ids, *_ = jax.jit(functools.partial(route_tokens, **call))(x[:rows], gate)
         expected, *_ = jax.jit(functools.partial(route_tokens_ref, **call))(x[:rows], gate)
         np.testing.assert_array_equal(ids, expected)

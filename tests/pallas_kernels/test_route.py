@@ -111,13 +111,14 @@ def test_more_experts_than_finite_scores_are_distinct():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize(("rows", "live"), [(2, 1), (3, 1), (3, 2), (3, 3)])
-def test_padding_takes_the_first_tokens_experts(rows, live, name):
+@pytest.mark.parametrize("live", [(1, 0), (1, 1, 0), (0, 1, 0), (1, 1, 1)])
+def test_padding_takes_no_expert_wherever_it_is(live, name):
+    rows, held = len(live), np.array(live, np.bool_)
     x, gate, rule = normal(1, rows, 32), normal(2, 32, 12), RouteRule(4)
     own, own_weights, *_ = FUNCTIONS[name](x, gate, rule=rule)
-    ids, weights, *_ = FUNCTIONS[name](x, gate, rule=rule, live=jnp.array([live], jnp.int32))
-    np.testing.assert_array_equal(ids, np.where(np.arange(rows)[:, None] < live, own, own[:1]))
-    np.testing.assert_array_equal(weights[:live], own_weights[:live])
+    ids, weights, *_ = FUNCTIONS[name](x, gate, rule=rule, live=jnp.array(live, jnp.int32))
+    np.testing.assert_array_equal(ids, np.where(held[:, None], own, -1))
+    np.testing.assert_array_equal(weights[held], own_weights[held])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resin.models.grouped import MAX_TILE_ROWS, grouped_experts, tile_rows
+from resin.models.ops.grouped import MAX_TILE_ROWS, grouped_experts, tile_rows
 
 HIDDEN = 8
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resin.models.shift import shift_chunks
+from resin.models.cache.shift import shift_chunks
 
 
 @pytest.mark.parametrize(
