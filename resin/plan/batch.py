@@ -9,7 +9,7 @@ import numpy as np
 from resin.plan.buckets import Bucket, Phase
 from resin.plan.cache import CacheGroup, GroupGeometry, StateGroup
 from resin.plan.config import RunnerConfig
-from resin.plan.flags import RowFlag
+from resin.plan.flags import SPECIAL, RowFlag
 from resin.plan.layout import HEADER, PAGED_COLUMNS, Header, PlanLayout, plan_layout
 from resin.plan.places import append_places, sequence_lengths, token_positions
 from resin.plan.sampling import SAMPLING_COLUMNS
@@ -17,7 +17,7 @@ from resin.plan.sampling import SAMPLING_COLUMNS
 NOBODY = -1  # the request of an empty place
 
 
-_LOGPROBS = int(RowFlag.LOGPROBS)  # arithmetic with the flag itself is slow
+_LOGPROBS, _MASK = int(RowFlag.LOGPROBS), int(RowFlag.MASK)  # arithmetic with the flags themselves is slow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +44,17 @@ class SlotLoad:
 
     Attributes:
         slot: which slot; whatever it held is replaced.
+        count_row: of the device's token counts, the row that is this sequence's while it runs; for a sequence without
+            penalties the scratch row `config.count_rows`, which nobody reads.
         token_ids: int32, every token of the sequence so far, the plan's own row included, prompt first. The runner sets
-            the slot's token counts from these alone; afterwards it counts only the tokens that it emits.
+            the token counts from these alone; afterwards it counts only the tokens that it emits.
         prompt_tokens: how many of them are prompt; later ones count as output.
         bias_ids, bias_values: int32 and float32, the request's logit bias.
         stop_ids: int32 ids that `SUPPRESS_STOP` forbids.
     """
 
     slot: int
+    count_row: int
     token_ids: np.ndarray
     prompt_tokens: int
     bias_ids: np.ndarray
@@ -75,7 +78,8 @@ class BatchPlan:
         layout: where each column lies.
         group_specs: the runner's cache groups with their geometry.
         slot_loads: slots to prepare before the plan runs.
-        allowed_masks: int32 [B, ceil(vocab / 32)] bit sets, None if no row has MASK; zeros where a row has none.
+        allowed_masks: int32 [m, ceil(vocab / 32)] bit sets of the m rows that have MASK, one after another; None if
+            none has.
         request_ids: of the rows, NOBODY where a place is empty; for people and recordings.
     """
 
@@ -177,6 +181,18 @@ class BatchPlan:
             else:
                 plans.append(CacheGroupPlan(name, *(self.column(f"{field}:{name}") for field in PAGED_COLUMNS)))
         return tuple(plans)
+
+    @property
+    def masked_rows(self) -> np.ndarray:
+        """int [m], the rows of `allowed_masks`."""
+        return np.flatnonzero(self.row_flags & _MASK)
+
+    @property
+    def num_special(self) -> int:
+        """Rows whose logits are changed before the draw or reported after it."""
+        if not self.buffer[HEADER.any_flags] & SPECIAL:
+            return 0
+        return int(np.count_nonzero(self.row_flags[: self.num_sequences] & SPECIAL))
 
     @property
     def emits(self) -> np.ndarray:

@@ -16,6 +16,7 @@ class RunnerConfig:
     Attributes:
         vocab_size: token ids are in [0, vocab_size); 0 leaves ids unchecked.
         max_sequences: sequences that can run at once (device slots).
+        max_penalised: of these, sequences that can have penalties, for which the device counts tokens; None for all.
         max_context_tokens: longest sequence, prompt and output together.
         max_plan_tokens: tokens of the largest prefill plan (the chunk budget).
         groups: the model's cache groups; empty for a runner that keeps its own cache.
@@ -26,6 +27,7 @@ class RunnerConfig:
 
     vocab_size: int = 0
     max_sequences: int = 64
+    max_penalised: int | None = None
     max_context_tokens: int = 1 << 20
     max_plan_tokens: int = 8192
     groups: tuple[CacheGroup, ...] = ()
@@ -37,12 +39,19 @@ class RunnerConfig:
         for name, low in (("max_sequences", 1), ("max_context_tokens", 2), ("max_plan_tokens", 1)):
             if getattr(self, name) < low:
                 raise InvalidRequest(name, getattr(self, name), f"at least {low}")
+        if self.max_penalised is not None and not 1 <= self.max_penalised <= self.max_sequences:
+            raise InvalidRequest("max_penalised", self.max_penalised, f"1 to max_sequences ({self.max_sequences})")
         if len(self.geometry.groups) != len(self.groups):
             raise InvalidRequest(
                 "geometry", len(self.geometry.groups), f"one entry for each of {len(self.groups)} groups"
             )
         if self.buckets and {bucket.phase for bucket in self.buckets} != {Phase.PREFILL, Phase.DECODE}:
             raise InvalidRequest("buckets", self.buckets, "at least one prefill and one decode bucket")
+
+    @property
+    def count_rows(self) -> int:
+        """Rows of token counts, without the scratch row after them."""
+        return self.max_sequences if self.max_penalised is None else self.max_penalised
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ _MAX_UNREAD = 64
 
 
 class DeviceState:
-    """Arena, slot table and empty masks, None or empty while the runner is not bound, and results not read yet.
+    """Arena, slot table and a block of masks in place of those that a plan lacks, None while the runner is not bound,
+    and results not read yet.
 
     The threads of XLA that copy results to the host need the interpreter to hand them over (jax 0.11.2). One that finds
     the interpreter ending takes the process down with it, so `settle` comes first.
@@ -30,7 +31,7 @@ class DeviceState:
     def __init__(self, *, is_host: bool) -> None:
         self.arena: jax.Array | None = None
         self.slots: SlotTable | None = None
-        self.masks: dict[int, jax.Array] = {}
+        self.no_masks: jax.Array | None = None
         self._is_host = is_host
         self._unread: deque[Sequence[jax.Array]] = deque(maxlen=_MAX_UNREAD)
 
@@ -58,7 +59,7 @@ class DeviceState:
     def release(self) -> None:
         """Gives the memory back once nothing uses it."""
         self.settle()
-        self.arena, self.slots, self.masks = None, None, {}
+        self.arena = self.slots = self.no_masks = None
 
 
 def allocate(abstract: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +20,15 @@ from resin.models.ops import pick_ops
 from resin.models.weights import AbstractModel
 from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
-from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
+from resin.plan import ArenaSpec, Bucket, PlanLayout, RowFlag, RunnerConfig, plan_layout
 from resin.plan.layout import HEADER
 from resin.plan.mapping import FrozenMapping
+from resin.runtime.logprobs import Logprobs, no_logprobs, token_logprobs
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
-from resin.runtime.sampling import Logprobs, any_flags, draw_tokens, has, no_logprobs, sample, token_logprobs
-from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, count_outputs, load_slot
+from resin.runtime.sampling import has, sample
+from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, load_slot
+from resin.runtime.special import MASK_ROWS, mask_blocks
 from resin.runtime.xla_options import step_options
 
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
@@ -40,8 +42,8 @@ class StepOutput(NamedTuple):
     """What a step leaves for the host."""
 
     token_ids: jax.Array  # int32 [B]
-    logprobs: Logprobs | None  # [B]; None unless the program is special
-    prompt: Logprobs | None  # [T], of the token that follows each; None unless it is, and in decode
+    logprobs: Logprobs | None  # [B]; None if the program takes no special rows
+    prompt: Logprobs | None  # [T], of the token that follows each; None if it does not, and in decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +80,17 @@ class StepSpec:
             has_fresh_prefill=self.has_fresh_prefill,
         )
 
-    def arguments(self, bucket: Bucket, arena: ArenaSpec) -> tuple[Any, ...]:
-        """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, masks."""
+    def arguments(self, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> tuple[Any, ...]:
+        """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, blocks of masks."""
         replicated = NamedSharding(self.mesh, REPLICATED)
         words = plan_layout(bucket, self.config.groups, self.config.geometry).words
-        mask_words = -(-self.config.vocab_size // 32)
+        masks = jax.ShapeDtypeStruct((MASK_ROWS, -(-self.config.vocab_size // 32)), np.int32, sharding=replicated)
         return (
             self.model.arguments(self.mesh),
             abstract_arena(arena, self.mesh),
-            abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated),
+            abstract_slots(self.config, replicated),
             jax.ShapeDtypeStruct((words,), np.int32, sharding=replicated),
-            jax.ShapeDtypeStruct((bucket.sequences, mask_words), np.int32, sharding=replicated),
+            (masks,) * mask_blocks(kind.special_counts(bucket)[-1]),
         )
 
 
@@ -112,7 +114,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
         arena: jax.Array,
         slots: SlotTable,
         buffer: jax.Array,
-        masks: jax.Array,
+        masks: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, SlotTable, StepOutput]:
         return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, kind)
 
@@ -124,19 +126,20 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
         check_vma=False,
     )
     with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
-        lowered = jax.jit(mapped, donate_argnums=(1, 2)).lower(*spec.arguments(bucket, arena))
+        lowered = jax.jit(mapped, donate_argnums=(1, 2)).lower(*spec.arguments(bucket, arena, kind))
     return lowered.compile(compiler_options=step_options(bucket, spec.kernels().backend))
 
 
 def compile_load(spec: StepSpec) -> jax.stages.Compiled:
     """Compiles `load_slot` for the runner's slot table, which is donated."""
     replicated = NamedSharding(spec.mesh, REPLICATED)
-    slots = abstract_slots(spec.config.max_sequences, spec.config.vocab_size, replicated)
+    slots = abstract_slots(spec.config, replicated)
 
     def argument(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
     arguments = (
+        argument((), np.int32),
         argument((), np.int32),
         argument((LOAD_TOKENS,), np.int32),
         argument((LOAD_TOKENS,), np.bool_),
@@ -156,7 +159,7 @@ def run_step(
     arena: jax.Array,
     slots: SlotTable,
     buffer: jax.Array,
-    masks: jax.Array,
+    masks: tuple[jax.Array, ...],
     kind: ProgramKind,
 ) -> tuple[jax.Array, SlotTable, StepOutput]:
     """The traced body: one device's view of a step."""
@@ -178,24 +181,12 @@ def run_step(
     model = spec.model.merge(weights)
     hidden = model(run)
     logits = model.logits(run, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
-    if kind is not ProgramKind.SPECIAL:
-        tokens = draw_tokens(logits, columns, kernels)
-        return cache.arena, _store(slots, columns, tokens), StepOutput(tokens, None, None)
-    tokens = sample(logits, columns, slots, masks, kernels)
-    logprobs = lax.cond(
-        (any_flags(columns) & RowFlag.LOGPROBS) != 0,
-        lambda: token_logprobs(logits, tokens),
-        lambda: no_logprobs(bucket.sequences),
-    )
+    sampled = sample(logits, columns, slots, masks, kernels, kind.special_counts(bucket))
     prompt = None
-    if bucket.phase is Phase.PREFILL:
-        prompt = lax.cond(
-            (any_flags(columns) & RowFlag.PROMPT_LOGPROBS) != 0,
-            lambda: _prompt_logprobs(model, run, columns, hidden),
-            lambda: no_logprobs(bucket.tokens),
-        )
-    slots = _count_tokens(_store(slots, columns, tokens), columns, tokens)
-    return cache.arena, slots, StepOutput(tokens, logprobs, prompt)
+    if kind.has_prompt_logprobs(bucket):
+        prompt = _prompt_logprobs(model, run, columns, hidden)
+    slots = _store(sampled.slots, columns, sampled.tokens)
+    return cache.arena, slots, StepOutput(sampled.tokens, sampled.logprobs, prompt)
 
 
 def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
@@ -216,21 +207,9 @@ def _store(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array
     return replace(slots, latest=slots.latest.at[columns["slots"]].set(latest))
 
 
-def _count_tokens(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
-    scratch = slots.latest.shape[0] - 1
-    counted = jnp.where(has(columns, RowFlag.PENALTIES), columns["slots"], scratch)
-    counts = lax.cond(
-        (any_flags(columns) & RowFlag.PENALTIES) != 0,
-        lambda counts: count_outputs(counts, counted, jnp.maximum(tokens, 0)),
-        lambda counts: counts,
-        slots.counts,
-    )
-    return replace(slots, counts=counts)
-
-
-def _prompt_logprobs(model: Model, run: Pass, columns: Mapping[str, jax.Array], hidden: jax.Array) -> Logprobs:
-    tokens = run.tokens.ids.shape[0]
-    following = jnp.roll(run.tokens.ids, -1)
+def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> Logprobs:
+    columns, tokens = context.columns, context.token_ids.shape[0]
+    following = jnp.roll(context.token_ids, -1)
     last = jnp.where(
         columns["query_indptr"][1:] > columns["query_indptr"][:-1], columns["query_indptr"][1:] - 1, tokens
     )
@@ -240,7 +219,9 @@ def _prompt_logprobs(model: Model, run: Pass, columns: Mapping[str, jax.Array], 
     padding = blocks * block - tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(blocks, block, -1)
     following = jnp.pad(following, (0, padding)).reshape(blocks, block)
-    live = -(-columns["header"][HEADER.num_tokens] // block)
+    # None where no row asks: the loop is the last thing in the program, because the host reads its length.
+    wanted = (columns["header"][HEADER.any_flags] & RowFlag.PROMPT_LOGPROBS) != 0
+    live = jnp.where(wanted, -(-columns["header"][HEADER.num_tokens] // block), 0)
 
     def fill(index: jax.Array, out: Logprobs) -> Logprobs:
         part = token_logprobs(model.logits(run, hidden[index]), following[index])

@@ -27,12 +27,15 @@ from resin.runtime.mesh import build_mesh, platform_of
 from resin.runtime.options import RunnerOptions
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.runner import ModelRunner
+from resin.runtime.slots import COUNT_DTYPE
 from resin.settings import CACHE_DIRECTORY
 
 DEFAULTS = {
     "cpu": {"dtype": "float32", "cache_dtype": "float32", "context": 4096, "plan_tokens": 512},
     "gpu": {"dtype": "bfloat16", "cache_dtype": "bfloat16", "context": 32768, "plan_tokens": 8192},
 }
+# Token counts of sequences with penalties: 128 sequences of a vocabulary of 128k.
+COUNT_BYTES = 32 << 20
 
 
 def load_runner(
@@ -181,6 +184,7 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     runner_config = RunnerConfig(
         vocab_size=config.vocab_size,
         max_sequences=options.max_sequences,
+        max_penalised=_max_penalised(options, config.vocab_size),
         max_context_tokens=context,
         max_plan_tokens=prefill[-1],
         groups=groups,
@@ -197,6 +201,12 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     )
     abstract = AbstractModel.of(model_class(config, placement))
     return StepSpec(abstract, runner_config, mesh, placement.dtype, backend, options.fresh_attention == "cudnn")
+
+
+def _max_penalised(options: RunnerOptions, vocab_size: int) -> int:
+    """Sequences whose tokens are counted at once."""
+    fits = options.max_penalised or max(COUNT_BYTES // (vocab_size * COUNT_DTYPE.itemsize), 1)
+    return min(fits, options.max_sequences)
 
 
 def _arena_dtype(options: RunnerOptions, platform: str, dtype: str, backend: Backend | None) -> str:

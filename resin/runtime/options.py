@@ -30,6 +30,8 @@ class RunnerOptions:
             "paged", the kernel that reads pages, as every other prompt does.
         dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
         max_sequences: sequences that run at once.
+        max_penalised: of these, sequences with penalties; others of them wait. The device counts the tokens of each in
+            2 bytes a token of the vocabulary; None takes what 32 MiB hold.
         max_context_tokens: longest sequence; None takes the model's own limit, at most 4096 on CPU and 32768 on GPU.
         max_plan_tokens: tokens of the largest prefill step: 512 on CPU, 8192 on GPU.
         decode_sequences: padded sequence counts of the decode buckets; None picks them up to max_sequences.
@@ -57,6 +59,7 @@ class RunnerOptions:
     tp: int = 1
     ep: int = 1
     max_sequences: int = 16
+    max_penalised: int | None = None
     max_context_tokens: int | None = None
     max_plan_tokens: int | None = None
     decode_sequences: tuple[int, ...] | None = None
@@ -86,6 +89,7 @@ class RunnerOptions:
                 raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")
         low = {"tp": 1, "max_sequences": 1, "prefill_sequences": 1, "compile_cache_bytes": 0}
         optional = {
+            "max_penalised": 1,
             "max_context_tokens": 2,
             "max_plan_tokens": 1,
             "page_tokens": 1,

@@ -10,24 +10,41 @@ import jax.numpy as jnp
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.table import Backend, Kernels
 from resin.plan import BatchPlan, Bucket, HistoryGroup, Phase, RowFlag, RunnerConfig
+from resin.plan.flags import SPECIAL
 from resin.plan.layout import HEADER
-from resin.runtime.sampling import ADJUST
+from resin.runtime.special import FEW_ROWS, special_counts
 
 
 class ProgramKind(enum.Enum):
-    """What a program leaves out. On a GPU a branch in a program makes the host wait for its condition, 2 ms a step; so
-    the steps that need none of it, nearly all, run programs without branches, and the host picks the program."""
+    """How many special rows a program takes (docs/architecture.md has the table), and what it leaves out.
 
-    SPECIAL = "special"
-    """Runs every plan."""
+    On a GPU a branch in a program makes the host wait for its condition, so each program takes a fixed number of
+    special rows, and the host picks the program.
+    """
+
     PLAIN = "plain"
-    """Without branches: for plans without any flag of `SPECIAL_FLAGS`."""
+    """No special row."""
+    FEW = "few"
+    """Up to FEW_ROWS special rows of many: decode."""
+    ALL = "all"
+    """Any rows may be special; in prefill, prompts may be scored."""
     FRESH = "fresh"
     """Plain, for one sequence that starts here: its tokens attend to themselves and read no pages."""
+    ANY = "any"
+    """Branches to what the plan needs: where branches cost nothing."""
+
+    def special_counts(self, bucket: Bucket) -> tuple[int, ...]:
+        """The R of special rows that the bucket's program of this kind can take, rising; it branches among several."""
+        if self is ProgramKind.ANY:
+            return special_counts(bucket.sequences)
+        return ({ProgramKind.FEW: FEW_ROWS, ProgramKind.ALL: bucket.sequences}.get(self, 0),)
+
+    def has_prompt_logprobs(self, bucket: Bucket) -> bool:
+        """Whether the program scores prompts that ask for it."""
+        return bucket.phase is Phase.PREFILL and self in (ProgramKind.ALL, ProgramKind.ANY)
 
 
-SPECIAL_FLAGS = int(ADJUST | RowFlag.LOGPROBS | RowFlag.PROMPT_LOGPROBS)  # arithmetic with flags themselves is slow
-_FRESH_STATE = int(RowFlag.FRESH_STATE)
+_FRESH_STATE, _PROMPT_LOGPROBS = int(RowFlag.FRESH_STATE), int(RowFlag.PROMPT_LOGPROBS)
 
 # Tokens of the smallest bucket with a fresh program; below, `paged_prefill` is as fast.
 FRESH_BUCKET_TOKENS = 1024
@@ -49,8 +66,10 @@ def bucket_kinds(
         tp: devices that the model is cut over.
     """
     if kernels.backend is Backend.REFERENCE:
-        return (ProgramKind.SPECIAL,)
-    kinds = (ProgramKind.PLAIN, ProgramKind.SPECIAL)
+        return (ProgramKind.ANY,)
+    kinds: tuple[ProgramKind, ...] = (ProgramKind.PLAIN, ProgramKind.ALL)
+    if bucket.phase is Phase.DECODE and bucket.sequences > FEW_ROWS:
+        kinds = (ProgramKind.PLAIN, ProgramKind.FEW, ProgramKind.ALL)
     is_long = bucket.phase is Phase.PREFILL and bucket.tokens >= FRESH_BUCKET_TOKENS
     if kernels.fresh_prefill is None or not is_long or tp > 1 or not _has_fresh_layers(config, dtype):
         return kinds
@@ -63,9 +82,11 @@ def plan_kind(plan: BatchPlan, kinds: Sequence[ProgramKind]) -> ProgramKind:
     With one sequence the union of the rows' flags says whether it starts here: neither a cached prefix nor an earlier
     chunk comes before its tokens.
     """
+    if ProgramKind.ANY in kinds:
+        return ProgramKind.ANY
     flags = int(plan.buffer[HEADER.any_flags])
-    if flags & SPECIAL_FLAGS or ProgramKind.PLAIN not in kinds:
-        return ProgramKind.SPECIAL
+    if flags & (SPECIAL | _PROMPT_LOGPROBS):
+        return ProgramKind.FEW if ProgramKind.FEW in kinds and plan.num_special <= FEW_ROWS else ProgramKind.ALL
     if ProgramKind.FRESH in kinds and flags & _FRESH_STATE and plan.num_sequences == 1:
         return ProgramKind.FRESH if plan.num_tokens >= FRESH_FILL * plan.bucket.tokens else ProgramKind.PLAIN
     return ProgramKind.PLAIN

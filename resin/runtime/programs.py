@@ -65,10 +65,14 @@ class Programs:
                 self._load_slot = load.result()
         self.seconds += time.perf_counter() - started
 
+    def kind(self, plan: BatchPlan) -> ProgramKind:
+        """Which of its bucket's programs runs a plan."""
+        return plan_kind(plan, self.kinds[plan.bucket])
+
     def step(self, plan: BatchPlan, arena: ArenaSpec) -> jax.stages.Compiled:
         """The program that runs a plan, compiled now if it does not exist."""
         bucket = plan.bucket
-        key = bucket, plan_kind(plan, self.kinds[bucket])
+        key = bucket, self.kind(plan)
         program = self.compiled.get(key)
         if program is None:
             started = time.perf_counter()

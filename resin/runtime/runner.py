@@ -28,11 +28,13 @@ from resin.runtime.ledger import MemoryLedger, device_limit_bytes
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.programs import Programs
 from resin.runtime.slots import abstract_slots, load_arguments
+from resin.runtime.special import MASK_ROWS, mask_blocks
 
 # Share of a GPU's free memory that the arena takes when nothing is said; the rest is for temporaries.
 GPU_CACHE_SHARE = 0.9
 CPU_CACHE_BYTES = 1 << 30
 MAX_ARENA_ROWS = 1 << 31  # of the narrowest plane
+_MASK = int(RowFlag.MASK)
 
 WeightLoader = Callable[[Progress | None], tuple[jax.Array, ...]]
 """Puts the weights on the devices; called once, when the memory ledger holds."""
@@ -216,9 +218,9 @@ class ModelRunner:
 
     def _account(self, arena_bytes: int) -> MemoryLedger:
         """The ledger of an arena of this size and the programs that exist."""
-        config, mesh = self.config, self._spec.mesh
-        slots = abstract_slots(config.max_sequences, config.vocab_size, jax.sharding.NamedSharding(mesh, REPLICATED))
-        masks = 4 * self._mask_words * sum(self._mask_rows)
+        mesh = self._spec.mesh
+        slots = abstract_slots(self.config, jax.sharding.NamedSharding(mesh, REPLICATED))
+        masks = 4 * self._mask_words * MASK_ROWS
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots)) + masks
         weights = self._spec.model.device_nbytes(mesh)
         return MemoryLedger(
@@ -245,20 +247,13 @@ class ModelRunner:
             self._weights = self._load_weights(progress)
         replicated = jax.sharding.NamedSharding(mesh, REPLICATED)
         state = self._state
-        state.masks = {
-            rows: jax.device_put(np.zeros((rows, self._mask_words), np.int32), replicated) for rows in self._mask_rows
-        }
-        state.slots = allocate(abstract_slots(self.config.max_sequences, self.config.vocab_size, replicated))
+        state.no_masks = jax.device_put(np.zeros((MASK_ROWS, self._mask_words), np.int32), replicated)
+        state.slots = allocate(abstract_slots(self.config, replicated))
         state.arena = allocate(abstract_arena(arena, mesh))
 
     @property
     def _mask_words(self) -> int:
         return -(-self.config.vocab_size // 32)
-
-    @property
-    def _mask_rows(self) -> list[int]:
-        """Sizes of the empty masks that plans without masks take."""
-        return sorted({bucket.sequences for bucket in self.config.buckets})
 
     def accept(self, plan: BatchPlan) -> None:
         """Refuses a plan that no program can run.
@@ -268,9 +263,11 @@ class ModelRunner:
         """
         if plan.bucket not in self.config.buckets:
             raise PlanRejected(f"bucket {plan.bucket} is not in the table")
-        expected = (plan.bucket.sequences, self._mask_words)
-        if plan.allowed_masks is not None and plan.allowed_masks.shape != expected:
-            raise PlanRejected(f"allowed_masks has shape {plan.allowed_masks.shape}, expected {expected}")
+        masked = len(plan.masked_rows) if plan.buffer[2] & _MASK else 0
+        expected = (masked, self._mask_words) if masked else None
+        shape = None if plan.allowed_masks is None else plan.allowed_masks.shape
+        if shape != expected:
+            raise PlanRejected(f"allowed_masks has shape {shape}, expected {expected}")
 
     def dispatch(self, plan: BatchPlan) -> StepHandle:
         """Starts a plan; returns as soon as the device has it.
@@ -289,9 +286,19 @@ class ModelRunner:
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
                 state.slots = self._programs.load_slot()(state.slots, *arguments)
-        masks = plan.allowed_masks if plan.allowed_masks is not None else state.masks[plan.bucket.sequences]
+        masks = self._mask_blocks(plan)
         state.arena, state.slots, output = program(self._weights, state.arena, state.slots, plan.buffer, masks)
         return output
+
+    def _mask_blocks(self, plan: BatchPlan) -> tuple[Any, ...]:
+        """The plan's masks in as many blocks as its program takes."""
+        blocks = mask_blocks(self._programs.kind(plan).special_counts(plan.bucket)[-1])
+        masks: list[Any] = []
+        if plan.allowed_masks is not None:
+            for start in range(0, len(plan.allowed_masks), MASK_ROWS):
+                block = plan.allowed_masks[start : start + MASK_ROWS]
+                masks.append(block if len(block) == MASK_ROWS else np.pad(block, ((0, MASK_ROWS - len(block)), (0, 0))))
+        return (*masks, *[self._state.no_masks] * (blocks - len(masks)))
 
     def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
         """The program that runs a plan: also for its text and its memory analysis."""

@@ -1,4 +1,7 @@
-"""The device slot table: what stays on the device for each running sequence between steps."""
+"""The device slot table: what stays on the device for each running sequence between steps.
+
+Token counts take V numbers a sequence, so only those with penalties have a row of them: the Engine hands the rows out.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from resin.plan import SlotLoad
+from resin.plan import RunnerConfig, SlotLoad
 from resin.plan.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 
 # A count holds the number of output occurrences, and in one bit whether the prompt holds the token.
 PROMPT_BIT = 1 << 14
 MAX_COUNT = PROMPT_BIT - 1
+COUNT_DTYPE = np.dtype(np.int16)
 
 # Tokens that one call of the load program takes; longer sequences take several.
 LOAD_TOKENS = 2048
@@ -24,37 +28,40 @@ LOAD_TOKENS = 2048
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """One row a slot; the last row is scratch for padded sequences. S slots, V tokens.
+    """One row a slot; the last row is scratch for padded sequences. S slots, C rows of counts, V tokens.
 
     Attributes:
         latest: int32 [S + 1, 2], the token that the slot emitted last, and the tokens of its sequence after its latest
             plan.
-        counts: int16 [S + 1, V], output occurrences and the prompt bit.
+        count_row: int32 [S + 1], the slot's row of `counts`.
+        counts: int16 [C + 1, V], output occurrences and the prompt bit; the last row is scratch.
         bias_ids: int32 [S + 1, 320], V where unused.
         bias_values: float32 [S + 1, 320].
         stop_ids: int32 [S + 1, 16], V where unused.
     """
 
     latest: jax.Array
+    count_row: jax.Array
     counts: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
     stop_ids: jax.Array
 
 
-def abstract_slots(max_sequences: int, vocab_size: int, sharding: jax.sharding.Sharding) -> SlotTable:
+def abstract_slots(config: RunnerConfig, sharding: jax.sharding.Sharding) -> SlotTable:
     """Shapes of a table."""
-    rows = max_sequences + 1
+    rows = config.max_sequences + 1
 
-    def shape(*tail: int, dtype: type = np.int32) -> Any:
-        return jax.ShapeDtypeStruct((rows, *tail), dtype, sharding=sharding)
+    def shape(*sizes: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     return SlotTable(
-        latest=shape(2),
-        counts=shape(vocab_size, dtype=np.int16),
-        bias_ids=shape(MAX_LOGIT_BIAS),
-        bias_values=shape(MAX_LOGIT_BIAS, dtype=np.float32),
-        stop_ids=shape(MAX_STOP_TOKENS),
+        latest=shape(rows, 2),
+        count_row=shape(rows),
+        counts=shape(config.count_rows + 1, config.vocab_size, dtype=COUNT_DTYPE),
+        bias_ids=shape(rows, MAX_LOGIT_BIAS),
+        bias_values=shape(rows, MAX_LOGIT_BIAS, dtype=np.float32),
+        stop_ids=shape(rows, MAX_STOP_TOKENS),
     )
 
 
@@ -63,9 +70,10 @@ class SlotLoadArrays:
     """Arguments of `load_slot` that a SlotLoad turns into; NumPy, of fixed sizes."""
 
     slot: np.ndarray  # int32 []
+    count_row: np.ndarray  # int32 []
     tokens: np.ndarray  # int32 [LOAD_TOKENS], V where unused
     prompt: np.ndarray  # bool [LOAD_TOKENS]
-    first: np.ndarray  # bool [], clear the slot's counts first
+    first: np.ndarray  # bool [], clear the row of counts first
     bias_ids: np.ndarray  # int32 [320]
     bias_values: np.ndarray  # float32 [320]
     stop_ids: np.ndarray  # int32 [16]
@@ -86,6 +94,7 @@ def load_arguments(load: SlotLoad, vocab_size: int) -> list[SlotLoadArrays]:
     return [
         SlotLoadArrays(
             slot=np.asarray(load.slot, np.int32),
+            count_row=np.asarray(load.count_row, np.int32),
             tokens=padded(token_ids[start : start + LOAD_TOKENS], LOAD_TOKENS, vocab_size, np.int32),
             prompt=np.arange(start, start + LOAD_TOKENS) < load.prompt_tokens,
             first=np.asarray(start == 0),
@@ -100,6 +109,7 @@ def load_arguments(load: SlotLoad, vocab_size: int) -> list[SlotLoadArrays]:
 def load_slot(
     slots: SlotTable,
     slot: jax.Array,
+    count_row: jax.Array,
     tokens: jax.Array,
     prompt: jax.Array,
     first: jax.Array,
@@ -109,14 +119,15 @@ def load_slot(
 ) -> SlotTable:
     """Replaces what a slot holds (but its last token and length) by a request's tokens, bias and stop ids."""
     vocab_size = slots.counts.shape[1]
-    row = jnp.where(first, 0, lax.dynamic_slice(slots.counts, (slot, 0), (1, vocab_size))[0].astype(jnp.int32))
+    row = jnp.where(first, 0, lax.dynamic_slice(slots.counts, (count_row, 0), (1, vocab_size))[0].astype(jnp.int32))
     outputs = (row & MAX_COUNT).at[tokens].add(jnp.where(prompt, 0, 1), mode="drop")
     # Padding points past the vocabulary, so only real tokens set the bit.
     in_prompt = ((row & PROMPT_BIT) != 0).at[jnp.where(prompt, tokens, vocab_size)].set(True, mode="drop")
     row = jnp.minimum(outputs, MAX_COUNT) | jnp.where(in_prompt, PROMPT_BIT, 0)
     return SlotTable(
         latest=slots.latest,
-        counts=lax.dynamic_update_slice(slots.counts, row.astype(jnp.int16)[None], (slot, 0)),
+        count_row=slots.count_row.at[slot].set(count_row),
+        counts=lax.dynamic_update_slice(slots.counts, row.astype(COUNT_DTYPE)[None], (count_row, 0)),
         bias_ids=slots.bias_ids.at[slot].set(bias_ids),
         bias_values=slots.bias_values.at[slot].set(bias_values),
         stop_ids=slots.stop_ids.at[slot].set(stop_ids),

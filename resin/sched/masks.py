@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Iterable
 
@@ -13,37 +12,34 @@ from resin.sched.request import Request
 
 
 def allowed_masks(
-    rows: Iterable[tuple[int, Request]],
-    padded_rows: int,
+    requests: Iterable[Request],
     vocab_size: int,
     failures: deque[tuple[Request, Exception]],
 ) -> np.ndarray | None:
-    """Bit sets of the allowed tokens, None if no row is constrained.
+    """Bit sets of the allowed tokens, None if no request is constrained.
 
     Args:
-        rows: the plan's rows that emit, with their places; at least all constrained ones.
-        padded_rows: rows of the result.
+        requests: of the plan's rows that emit, in their order; at least all constrained ones.
         vocab_size: tokens.
         failures: receives the requests whose callback raised or returned nonsense; their row allows everything.
 
     Returns:
-        int32 [padded_rows, ceil(vocab_size / 32)], bit t % 32 of word t // 32 set if token t is allowed. Rows that
-        are not constrained hold zeros.
+        int32 [m, ceil(vocab_size / 32)] of the m constrained requests, bit t % 32 of word t // 32 set if token t is
+        allowed.
     """
-    constrained = [(i, row) for i, row in rows if row.params.allowed_tokens is not None]
+    constrained = [request for request in requests if request.params.allowed_tokens is not None]
     if not constrained:
         return None
     words = -(-vocab_size // 32)
-    # Fresh memory of the system is zero, and costs nothing where it is not written: one row of many has a mask, mostly.
-    masks = np.frombuffer(mmap.mmap(-1, 4 * padded_rows * words), np.int32).reshape(padded_rows, words)
-    for i, request in constrained:
+    masks = np.empty((len(constrained), words), np.int32)
+    for mask, request in zip(masks, constrained, strict=True):
         assert request.params.allowed_tokens is not None
         try:
             allowed = request.params.allowed_tokens(request.output_ids)
-            masks[i] = -1 if allowed is None else _pack(allowed, vocab_size, words)
+            mask[:] = -1 if allowed is None else _pack(allowed, vocab_size, words)
         except Exception as error:  # a user's callback may raise anything; only its own request must end
             failures.append((request, error))
-            masks[i] = -1
+            mask[:] = -1
     masks.flags.writeable = False
     return masks
 

@@ -167,11 +167,11 @@ class Planner:
         wanted = chunk.request.prompt_logprobs
         return wanted is not None and wanted.filled < len(chunk.request.prompt_ids) - 1
 
-    @staticmethod
-    def _slot_load(chunk: Chunk) -> SlotLoad:
+    def _slot_load(self, chunk: Chunk) -> SlotLoad:
         request, params = chunk.request, chunk.request.params
         return SlotLoad(
             slot=request.slot,
+            count_row=int(self._table.count_row[request.slot]),
             token_ids=request.token_slice(0, chunk.stop),
             prompt_tokens=len(request.prompt_ids),
             bias_ids=np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias)),

@@ -33,7 +33,7 @@ class Scheduler:
         self.cache = cache
         self.policy = policy
         self.queue = RequestQueue(policy.aging_s)
-        self.table = SlotTable(config.max_sequences)
+        self.table = SlotTable(config.max_sequences, config.count_rows)
         self.prefilling: list[Request] = []  # by rank
         self.decoding: list[Request] = []
         self.closing: set[Request] = set()  # ended, but a plan in flight still holds a row
@@ -202,7 +202,7 @@ class Scheduler:
         """Moves waiting requests into slots, best rank first, while their whole known sequence has room."""
         while self.table.free and (self._room_changed or not self.num_running):
             request = self.queue.peek()
-            if request is None:
+            if request is None or not self.table.has_room(request):
                 return
             lease = request.lease = self.cache.prefixes.lease(request)
             held = sum(len(row) for row in lease.rows)
@@ -280,8 +280,8 @@ class Scheduler:
             raise
 
     def _prefill_step(self, reservation: Reservation, chunks: list[Chunk], bucket: Bucket) -> PlannedStep:
-        emitting = [(row, chunk.request) for row, chunk in enumerate(chunks) if chunk.emits]
-        masks = allowed_masks(emitting, bucket.sequences, self.config.vocab_size, self.failures)
+        emitting = [chunk.request for chunk in chunks if chunk.emits]
+        masks = allowed_masks(emitting, self.config.vocab_size, self.failures)
         plan = self.planner.plan_prefill(self._step, bucket, chunks, masks)
         requests = [chunk.request for chunk in chunks]
         slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
@@ -359,7 +359,7 @@ class Scheduler:
                 return None
         try:
             rows.dirty.update(sealing)
-            masks = self._decode_masks(bucket) if rows.constrained else None
+            masks = self._decode_masks() if rows.constrained else None
             plan = self.planner.plan_decode(self._step, bucket, rows, growing, masks)
         except BaseException:
             cache.rollback(reservation)
@@ -423,10 +423,10 @@ class Scheduler:
                 committed.append(self.table.committed[rows.slots[places]].tolist())
         return self.cache.try_extend_rows(extended, committed, seals, reservation)
 
-    def _decode_masks(self, bucket: Bucket) -> np.ndarray | None:
+    def _decode_masks(self) -> np.ndarray | None:
         rows = self.rows
-        asked = [(place, rows.request(place)) for place in sorted(rows.constrained) if rows.is_live(place)]
-        return allowed_masks(asked, bucket.sequences, self.config.vocab_size, self.failures)
+        asked = [rows.request(place) for place in sorted(rows.constrained) if rows.is_live(place)]
+        return allowed_masks(asked, self.config.vocab_size, self.failures)
 
     def _rows_that_fit(self, rows: list[Request]) -> list[Request]:
         """As many of the rows that waited longest for a step as one bucket holds."""

@@ -18,7 +18,13 @@ DISCARDED = (0, -1, -1, 1, 0, 0)
 class SlotTable:
     """Per-slot columns. Row `max_sequences` is scratch, as on the device.
 
+    Args:
+        max_sequences: slots.
+        count_rows: rows of the device's token counts, one for each request with penalties; the one after them is
+            scratch.
+
     Attributes:
+        count_row: int32 [rows], the row of token counts that the slot's request has, scratch if it needs none.
         counts: int32 [rows, 6], the six columns below (they are views of it).
         computed: tokens whose cache entries exist or are being written by plans in flight.
         committed: the same without plans in flight.
@@ -29,9 +35,12 @@ class SlotTable:
         columns: int32 [KEPT_COLUMNS, rows], what a decode plan says of each slot; those of scratch are padding.
     """
 
-    def __init__(self, max_sequences: int) -> None:
+    def __init__(self, max_sequences: int, count_rows: int) -> None:
         rows = max_sequences + 1
         self._free = list(range(max_sequences - 1, -1, -1))
+        self._free_counts = list(range(count_rows - 1, -1, -1))
+        self._no_counts = count_rows
+        self.count_row = np.full(rows, count_rows, np.int32)
         self.requests: list[Request | None] = [None] * rows
         self.counts = np.zeros((rows, 6), np.int32)
         changes: tuple[tuple[int, ...], ...] = (ACCEPTED, COMMITTED)
@@ -65,12 +74,18 @@ class SlotTable:
     def free(self) -> int:
         return len(self._free)
 
+    def has_room(self, request: Request) -> bool:
+        """Whether a slot is free, and a row of token counts if the request needs one."""
+        return bool(self._free) and (bool(self._free_counts) or not request.params.has_penalties)
+
     def take(self, request: Request) -> None:
         """Gives the request a free slot and fills its row; nothing is computed yet."""
         slot = self._free.pop()
         request.slot = slot
         self.requests[slot] = request
         params = request.params
+        if params.has_penalties:
+            self.count_row[slot] = self._free_counts.pop()
         self.computed[slot] = self.committed[slot] = self.pending[slot] = self.in_flight[slot] = 0
         self.known[slot] = request.num_tokens
         self.outputs[slot] = len(request.output_ids)
@@ -88,6 +103,10 @@ class SlotTable:
             self.sampling[column.name][slot] = column.value(params, request.seed)
 
     def give_back(self, request: Request) -> None:
-        self.requests[request.slot] = None
-        self._free.append(request.slot)
+        slot = request.slot
+        self.requests[slot] = None
+        self._free.append(slot)
+        if self.count_row[slot] != self._no_counts:
+            self._free_counts.append(int(self.count_row[slot]))
+            self.count_row[slot] = self._no_counts
         request.slot = -1
