@@ -185,8 +185,7 @@ def select_rows(config: RunnerConfig, plan: BatchPlan, rows: Sequence[int]) -> B
     columns["header"][:] = Header(count, len(tokens), flags, plan.top_logprobs)
     masks = None
     if plan.allowed_masks is not None and flags & RowFlag.MASK:
-        masks = np.full((bucket.sequences, plan.allowed_masks.shape[1]), -1, np.int32)
-        masks[:count] = plan.allowed_masks[list(rows)]
+        masks = plan.allowed_masks[np.isin(plan.masked_rows, rows)]
     slots = set(columns["slots"][:count].tolist())
     loads: tuple[SlotLoad, ...] = tuple(load for load in plan.slot_loads if load.slot in slots)
     ids = tuple(plan.request_ids[row] for row in rows)

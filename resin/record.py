@@ -36,7 +36,7 @@ from resin.plan import (
 )
 
 _NAME = b"resin-plans-"
-VERSION = 2  # rises when the columns of a plan do not mean what they meant
+VERSION = 3  # rises when the columns of a plan do not mean what they meant
 MAGIC = _NAME + b"%d\n" % VERSION
 _HEAD = struct.Struct("<BII")
 _CONFIG, _PLAN, _OUTPUT = 0, 1, 2
@@ -68,7 +68,7 @@ class PlanRecorder:
 
     def write_plan(self, plan: BatchPlan) -> None:
         loads = [
-            {"slot": load.slot, "prompt_tokens": load.prompt_tokens, "sizes": [len(load.token_ids), len(load.bias_ids)]}
+            {"slot": load.slot, "count_row": load.count_row, "prompt_tokens": load.prompt_tokens}
             for load in plan.slot_loads
         ]
         meta = {
@@ -143,6 +143,7 @@ class Recording:
         loads = tuple(
             SlotLoad(
                 slot=load["slot"],
+                count_row=load["count_row"],
                 prompt_tokens=load["prompt_tokens"],
                 **{name: arrays[f"{name}:{i}"] for name in _LOAD_ARRAYS},
             )

@@ -93,7 +93,7 @@ class PlanBuilder:
         columns["slots"][:] = config.max_sequences
         columns["next_token"][:] = -1
         loads: list[SlotLoad] = []
-        allowed = np.zeros((bucket.sequences, -(-config.vocab_size // 32)), np.int32) if masks else None
+        allowed: list[np.ndarray] = []
         token = page = top = 0
         for row, (sequence, count) in enumerate(chunks):
             end = sequence.cached + count
@@ -110,16 +110,23 @@ class PlanBuilder:
                 columns["next_token"][row] = sequence.tokens[end]
             params = sequence.params
             columns["row_flags"][row] = row_flags(params, sequence, emits, from_slot, row in masks, phase)
-            if allowed is not None and row in masks:
-                allowed[row] = pack_mask(masks[row])
+            if emits and row in masks:
+                allowed.append(pack_mask(masks[row]))
             top = max(top, params.logprobs or 0, params.prompt_logprobs or 0)
             fill_sampling(columns, row, params)
             if phase is Phase.PREFILL and emits and params.needs_slot_load:
-                loads.append(slot_load(sequence))
+                loads.append(slot_load(sequence, config.count_rows))
             sequence.cached = end
         columns["header"][:] = Header(len(chunks), tokens, np.bitwise_or.reduce(columns["row_flags"]), top)
         self.step += 1
-        return build_plan(config, bucket, buffer, step=self.step, slot_loads=tuple(loads), allowed_masks=allowed)
+        return build_plan(
+            config,
+            bucket,
+            buffer,
+            step=self.step,
+            slot_loads=tuple(loads),
+            allowed_masks=np.stack(allowed) if allowed else None,
+        )
 
 
 def row_flags(
@@ -154,11 +161,12 @@ def fill_sampling(columns: dict[str, np.ndarray], row: int, params: SamplingPara
         columns[column.name][row] = column.value(params, params.seed or 0)
 
 
-def slot_load(sequence: PlannedSequence) -> SlotLoad:
+def slot_load(sequence: PlannedSequence, count_rows: int) -> SlotLoad:
     """What the device slot of a sequence needs before its first sampled token."""
     bias = sequence.params.logit_bias
     return SlotLoad(
         slot=sequence.slot,
+        count_row=sequence.slot if sequence.params.has_penalties else count_rows,
         token_ids=np.asarray(sequence.tokens, np.int32),
         prompt_tokens=sequence.prompt_tokens,
         bias_ids=np.array(list(bias), np.int32),

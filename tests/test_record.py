@@ -50,7 +50,8 @@ def test_plans_come_back_as_they_were(tmp_path: Path) -> None:
         assert step.plan.request_ids == plan.request_ids and step.plan.step == plan.step
         assert step.output is not None
         for mine, theirs in zip(step.plan.slot_loads, plan.slot_loads, strict=True):
-            assert (mine.slot, mine.prompt_tokens) == (theirs.slot, theirs.prompt_tokens)
+            assert (mine.slot, mine.count_row) == (theirs.slot, theirs.count_row)
+            assert mine.prompt_tokens == theirs.prompt_tokens
             assert np.array_equal(mine.token_ids, theirs.token_ids)
             assert np.array_equal(mine.bias_values, theirs.bias_values)
 

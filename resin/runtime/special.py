@@ -114,11 +114,12 @@ def _bias(x: jax.Array, rows: SpecialRows, slots: SlotTable) -> jax.Array:
 
 
 def _mask(x: jax.Array, rows: SpecialRows, masks: Sequence[jax.Array]) -> jax.Array:
-    has_mask = (rows.flags & RowFlag.MASK) != 0
-    words = jnp.concatenate(masks)[jnp.cumsum(has_mask, dtype=jnp.int32) - has_mask]
+    has_mask = rows.has(RowFlag.MASK)
+    before = jnp.cumsum(has_mask[:, 0].astype(jnp.int32)) - 1  # unless the row has none, and reads any
+    words = jnp.concatenate(masks)[jnp.maximum(before, 0)]
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
     allowed = bits.reshape(x.shape[0], -1)[:, : x.shape[1]] != 0
-    return jnp.where(allowed | ~has_mask[:, None], x, -jnp.inf)
+    return jnp.where(allowed | ~has_mask, x, -jnp.inf)
 
 
 def _suppress(x: jax.Array, rows: SpecialRows, slots: SlotTable) -> jax.Array:

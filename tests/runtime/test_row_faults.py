@@ -18,14 +18,12 @@ from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, random_checkpoi
 from resin.pallas_kernels.draw import MOST, sample_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.table import Backend, pick_kernels
-from resin.plan import Phase
+from resin.plan import RunnerConfig
 from resin.runtime import ModelRunner, build_runner
-from resin.runtime.arena import allocate
-from resin.runtime.sampling import draw_tokens, sample
-from resin.runtime.slots import abstract_slots
+from resin.runtime.sampling import Sampled, draw_tokens, sample
 from tests.pallas_kernels.test_sampling import build_draw, build_logits
-from tests.plan_builder import PlannedSequence, fill_sampling, pack_mask, row_flags
-from tests.runtime.test_sampling import LOGITS, ROWS, VOCAB, load
+from tests.plan_builder import PlannedSequence
+from tests.runtime.test_sampling import LOGITS, ROWS, VOCAB, blocks_of, empty_columns, empty_slots, fill_row, load
 from tests.runtime.tiny_runner import tiny_options
 
 KERNELS = {
@@ -65,31 +63,23 @@ def rows_of(policy: dict[str, Any]) -> list[tuple[SamplingParams, Sequence[int] 
 def draw_rows(
     kernels: str, logits: np.ndarray, rows: Sequence[tuple[SamplingParams, Sequence[int] | None]]
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a decode plan of (policy, mask) rows, and those of the program without branches."""
+    """Tokens of a decode plan of (policy, mask) rows, and those of the plain program."""
     count = len(rows)
-    names = ("seq_lens", "slots", "row_flags", "top_k", "seed_low", "seed_high")
-    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    columns = {name: np.zeros(count, np.int32) for name in names}
-    columns |= {name: np.zeros(count, np.float32) for name in floats}
-    words = np.zeros((count, -(-VOCAB // 32)), np.int32)
-    slots = allocate(abstract_slots(count, VOCAB, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+    columns = empty_columns(count)
+    slots = empty_slots(RunnerConfig(vocab_size=VOCAB, max_sequences=count))
     for row, (params, allowed) in enumerate(rows):
         sequence = PlannedSequence(row, [1, 2, 3, 4], 3, params)
-        fill_sampling(columns, row, params)
-        columns["seq_lens"][row], columns["slots"][row] = 4, row
-        columns["row_flags"][row] = row_flags(params, sequence, True, False, allowed is not None, Phase.DECODE)
-        if allowed is not None:
-            words[row] = pack_mask(np.isin(np.arange(VOCAB), list(allowed)))
+        fill_row(columns, row, sequence, is_masked=allowed is not None)
         if params.needs_slot_load:
             slots = load(slots, sequence)
-    columns["header"] = np.array([count, 0, np.bitwise_or.reduce(columns["row_flags"]), 0], np.int32)
-    on_device = {name: jnp.asarray(value) for name, value in columns.items()}
-    tokens = SAMPLERS[kernels](jnp.asarray(logits), on_device, slots, jnp.asarray(words))
-    return np.asarray(tokens).tolist(), np.asarray(PLAIN(jnp.asarray(logits), on_device)).tolist()
+    masks = [np.isin(np.arange(VOCAB), list(allowed)) for _, allowed in rows if allowed is not None]
+    sampled = SAMPLERS[kernels](jnp.asarray(logits), columns, slots, blocks_of(masks, count))
+    return np.asarray(sampled.tokens).tolist(), np.asarray(PLAIN(jnp.asarray(logits), columns)).tolist()
 
 
-SAMPLERS: dict[str, Callable[..., jax.Array]] = {
-    name: jax.jit(lambda *args, kernels=kernels: sample(*args, kernels)) for name, kernels in KERNELS.items()
+SAMPLERS: dict[str, Callable[..., Sampled]] = {
+    name: jax.jit(lambda logits, *args, kernels=kernels: sample(logits, *args, kernels, (len(logits),)))
+    for name, kernels in KERNELS.items()
 }
 PLAIN = jax.jit(lambda logits, columns: draw_tokens(logits, columns, KERNELS["interpret"]))
 
@@ -117,7 +107,7 @@ def test_logits_that_are_no_numbers(kernels: str) -> None:
         assert mine[4] % 2 == 1, "minus infinity alone is no fault"
         assert [mine[1], mine[5]] == [clean[first + 1], clean[first + 5]], "the neighbours go on"
         if name != "penalties":
-            assert plain[first : first + ROWS] == mine, "the program without branches agrees"
+            assert plain[first : first + ROWS] == mine, "the plain program agrees"
 
 
 @pytest.mark.parametrize("vocab", [300, pytest.param(20_011, marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,19 +11,21 @@ import pytest
 
 from resin.pallas_kernels.draw import Draw, kept_tokens
 from resin.pallas_kernels.table import pick_kernels
-from resin.plan import SamplingParams
-from resin.runtime.arena import allocate
-from resin.runtime.sampling import sample, token_logprobs
+from resin.plan import Phase, RunnerConfig, SamplingParams
+from resin.plan.sampling import SAMPLING_COLUMNS
+from resin.runtime.sampling import sample
 from resin.runtime.slots import SlotTable, abstract_slots, count_outputs, load_arguments, load_slot
+from resin.runtime.special import MASK_ROWS, mask_blocks
 from tests.plan_builder import PlannedSequence, fill_sampling, pack_mask, row_flags, slot_load
 from tests.runtime.sampling_reference import adjusted, kept, noise
 
 VOCAB = 203  # not a multiple of 32 or of a vector
 ROWS = 6
+CONFIG = RunnerConfig(vocab_size=VOCAB, max_sequences=ROWS)
 rng = np.random.default_rng(11)
 LOGITS = (3 * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
 
-sample_jit = jax.jit(partial(sample, kernels=pick_kernels("cpu")))
+sample_jit = jax.jit(partial(sample, kernels=pick_kernels("cpu"), counts=(0, ROWS)))
 
 
 @jax.jit
@@ -34,12 +37,13 @@ def kept_jit(values: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
 load_jit = jax.jit(load_slot)
 
 
-def empty_slots() -> SlotTable:
-    return allocate(abstract_slots(ROWS, VOCAB, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+def empty_slots(config: RunnerConfig = CONFIG) -> SlotTable:
+    abstract = abstract_slots(config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 
 def load(slots: SlotTable, sequence: PlannedSequence) -> SlotTable:
-    for arguments in load_arguments(slot_load(sequence), VOCAB):
+    for arguments in load_arguments(slot_load(sequence, slots.counts.shape[0] - 1), VOCAB):
         slots = load_jit(slots, *arguments)
     return slots
 
@@ -51,26 +55,37 @@ def draw(
     slots: SlotTable | None = None,
 ) -> list[int]:
     """Tokens of rows whose sequences stand at their current length."""
-    masks = masks or {}
-    names = ("seq_lens", "slots", "row_flags", "top_k", "seed_low", "seed_high")
-    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    columns = {name: np.zeros(ROWS, np.int32) for name in names} | {name: np.zeros(ROWS, np.float32) for name in floats}
-    columns["slots"][:] = ROWS
-    words = np.zeros((ROWS, -(-VOCAB // 32)), np.int32)
-    slots = slots or empty_slots()
+    masks, slots = masks or {}, slots or empty_slots()
+    columns = empty_columns(ROWS)
     for row, sequence in enumerate(sequences):
-        fill_sampling(columns, row, sequence.params)
-        columns["seq_lens"][row] = len(sequence.tokens)
-        columns["slots"][row] = sequence.slot
-        columns["row_flags"][row] = row_flags(sequence.params, sequence, True, False, row in masks, 1)
-        if row in masks:
-            words[row] = pack_mask(masks[row])
+        fill_row(columns, row, sequence, is_masked=row in masks)
         if sequence.params.needs_slot_load:
             slots = load(slots, sequence)
-    columns["header"] = np.array([len(sequences), 0, np.bitwise_or.reduce(columns["row_flags"]), 0], np.int32)
-    on_device = {name: jnp.asarray(value) for name, value in columns.items()}
-    tokens = sample_jit(jnp.asarray(logits), on_device, slots, jnp.asarray(words))
-    return np.asarray(tokens)[: len(sequences)].tolist()
+    blocks = blocks_of([masks[row] for row in sorted(masks)], ROWS)
+    sampled = sample_jit(jnp.asarray(logits), columns, slots, blocks)
+    return np.asarray(sampled.tokens)[: len(sequences)].tolist()
+
+
+def empty_columns(rows: int) -> dict[str, np.ndarray]:
+    """The columns that sampling reads, of padding."""
+    columns = {name: np.zeros(rows, np.int32) for name in ("seq_lens", "slots", "row_flags")}
+    columns["slots"][:] = rows
+    return columns | {column.name: np.zeros(rows, column.dtype) for column in SAMPLING_COLUMNS}
+
+
+def fill_row(columns: dict[str, np.ndarray], row: int, sequence: PlannedSequence, *, is_masked: bool) -> None:
+    """A row that decodes the sequence's next token."""
+    fill_sampling(columns, row, sequence.params)
+    columns["seq_lens"][row], columns["slots"][row] = len(sequence.tokens), sequence.slot
+    columns["row_flags"][row] = row_flags(sequence.params, sequence, True, False, is_masked, Phase.DECODE)
+
+
+def blocks_of(masks: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, ...]:
+    """bool [V] masks in the blocks that a program of `rows` special rows takes."""
+    words = np.zeros((mask_blocks(rows), MASK_ROWS, -(-VOCAB // 32)), np.int32)
+    for place, mask in enumerate(masks):
+        words[divmod(place, MASK_ROWS)] = pack_mask(mask)
+    return tuple(words)
 
 
 def sequences_of(params: Sequence[SamplingParams], length: int = 5) -> list[PlannedSequence]:
@@ -192,13 +207,8 @@ def test_long_loads_take_several_calls_and_emitted_tokens_count() -> None:
     tokens = rng.integers(0, VOCAB, 5000).tolist()
     sequence = PlannedSequence(2, tokens, 3000, SamplingParams(temperature=0, frequency_penalty=0.5))
     slots = load(empty_slots(), sequence)
-    slots = SlotTable(
-        slots.latest,
-        count_outputs(slots.counts, jnp.asarray([2, 2], jnp.int32)[:1], jnp.asarray([7], jnp.int32)),
-        slots.bias_ids,
-        slots.bias_values,
-        slots.stop_ids,
-    )
+    counted = count_outputs(slots.counts, jnp.asarray([2], jnp.int32), jnp.asarray([7], jnp.int32))
+    slots = replace(slots, counts=counted)
     counts = np.asarray(slots.counts)[2].astype(int)
     expected = np.bincount(tokens[3000:], minlength=VOCAB)
     expected[7] += 1
@@ -213,8 +223,3 @@ def test_masks_and_logprobs() -> None:
     tokens = draw(LOGITS, sequences, masks={0: allowed, 1: allowed})
     assert tokens[0] == [3, 150, 202][int(LOGITS[0][[3, 150, 202]].argmax())] and allowed[tokens[1]]
     assert draw(LOGITS, sequences, masks={1: allowed})[0] == int(LOGITS[0].argmax())
-    out = token_logprobs(jnp.asarray(LOGITS), jnp.arange(ROWS, dtype=jnp.int32))
-    expected = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum(-1, keepdims=True))
-    np.testing.assert_allclose(out.chosen, expected[np.arange(ROWS), np.arange(ROWS)], atol=1e-5)
-    np.testing.assert_array_equal(out.top_ids, np.argsort(-LOGITS, kind="stable")[:, :20])
-    np.testing.assert_allclose(out.top, -np.sort(-expected)[:, :20], atol=1e-5)

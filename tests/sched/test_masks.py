@@ -31,30 +31,29 @@ def test_bit_t_of_the_set_is_token_t(vocab_size: int) -> None:
     draw = np.random.default_rng(vocab_size)
     allowed = draw.random(vocab_size) < 0.5
     allowed[0] = True
-    masks = allowed_masks([(0, request(0, allowed))], 1, vocab_size, deque())
+    masks = allowed_masks([request(0, allowed)], vocab_size, deque())
     assert masks is not None and masks.dtype == np.int32 and masks.shape == (1, -(-vocab_size // 32))
     assert bits(masks[0], vocab_size) == np.flatnonzero(allowed).tolist()
 
 
-def test_rows_without_a_mask_are_left_at_zero() -> None:
+def test_only_constrained_rows_have_a_set() -> None:
     allowed = np.zeros(40, np.bool_)
     allowed[[3, 39]] = True
-    rows = [(0, request(0, "free")), (2, request(1, allowed)), (3, request(2, None))]
-    masks = allowed_masks(rows, 6, 40, deque())
-    assert masks is not None and masks.shape == (6, 2) and not masks.flags.writeable
-    assert not masks[[0, 1, 4, 5]].any()
-    assert bits(masks[2], 40) == [3, 39]
-    assert bits(masks[3], 40) == list(range(40)), "its callback allows everything"
+    rows = [request(0, "free"), request(1, allowed), request(3, "free"), request(2, None)]
+    masks = allowed_masks(rows, 40, deque())
+    assert masks is not None and masks.shape == (2, 2) and not masks.flags.writeable
+    assert bits(masks[0], 40) == [3, 39]
+    assert bits(masks[1], 40) == list(range(40)), "its callback allows everything"
 
 
 def test_no_mask_without_a_constrained_row() -> None:
-    assert allowed_masks([(0, request(0, "free"))], 2, 40, deque()) is None
-    assert allowed_masks([], 2, 40, deque()) is None
+    assert allowed_masks([request(0, "free")], 40, deque()) is None
+    assert allowed_masks([], 40, deque()) is None
 
 
 def test_a_ready_bit_set_is_copied() -> None:
     ready = np.array([5, 1], np.int32)
-    masks = allowed_masks([(0, request(0, ready))], 1, 40, deque())
+    masks = allowed_masks([request(0, ready)], 40, deque())
     ready[0] = -1
     assert masks is not None and bits(masks[0], 40) == [0, 2, 32]
 
@@ -63,7 +62,7 @@ def test_failures_are_reported_and_their_rows_allow_everything() -> None:
     failures: deque[tuple[Request, Exception]] = deque()
     fault = KeyError("grammar")
     rows = [request(0, fault), request(1, np.ones(39, np.bool_)), request(2, np.ones(40, np.bool_))]
-    masks = allowed_masks(enumerate(rows), 3, 40, failures)
+    masks = allowed_masks(rows, 40, failures)
     assert masks is not None and bits(masks[0], 40) == bits(masks[1], 40) == list(range(40))
     assert [failed for failed, _ in failures] == rows[:2]
     assert failures[0][1] is fault and isinstance(failures[1][1], InvalidRequest)
@@ -84,7 +83,7 @@ def test_failures_are_reported_and_their_rows_allow_everything() -> None:
 )
 def test_masks_that_make_no_sense(answer: Any) -> None:
     failures: deque[tuple[Request, Exception]] = deque()
-    allowed_masks([(0, request(0, answer))], 1, 40, failures)
+    allowed_masks([request(0, answer)], 40, failures)
     assert len(failures) == 1 and isinstance(failures[0][1], InvalidRequest)
 
 
@@ -94,4 +93,4 @@ def test_an_interrupt_is_nobodys_failure() -> None:
 
     row = Request(0, np.zeros(1, np.int32), SamplingParams(allowed_tokens=interrupted), seed=0, max_outputs=1)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
-        allowed_masks([(0, row)], 1, 40, deque())
+        allowed_masks([row], 40, deque())

@@ -193,21 +193,19 @@ class Oracle:
             if load is not None:
                 assert load.token_ids.tolist() == request.all_ids().tolist()
                 assert load.prompt_tokens == len(request.prompt_ids)
+                assert (load.count_row == self.config.count_rows) == (not params.has_penalties)
                 assert dict(zip(load.bias_ids.tolist(), load.bias_values.tolist(), strict=True)) == params.logit_bias
                 assert tuple(load.stop_ids.tolist()) == params.stop_token_ids
             masked |= bool(flags & RowFlag.MASK)
-            if plan.allowed_masks is not None:
-                bits = np.unpackbits(plan.allowed_masks[row].view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
-                want = np.zeros(VOCAB, bool)
-                if flags & RowFlag.MASK and params.allowed_tokens is not None:
-                    answer = params.allowed_tokens(request.output_ids)
-                    assert answer is not None
-                    want = answer
-                assert np.array_equal(bits, want)
+            if flags & RowFlag.MASK:
+                assert plan.allowed_masks is not None and params.allowed_tokens is not None
+                mask = plan.allowed_masks[plan.masked_rows.tolist().index(row)]
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+                assert np.array_equal(bits, params.allowed_tokens(request.output_ids))
         assert not loads, "loads of slots that are not in the plan"
         assert (plan.allowed_masks is not None) == masked
         if plan.allowed_masks is not None:
-            assert plan.allowed_masks.shape == (plan.bucket.sequences, -(-VOCAB // 32))
+            assert plan.allowed_masks.shape == (len(plan.masked_rows), -(-VOCAB // 32))
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cache"])

@@ -19,7 +19,7 @@ def request(number: int = 0, **settings: Any) -> Request:
 
 
 def test_slots_are_given_out_once_and_come_back() -> None:
-    table = SlotTable(3)
+    table = SlotTable(3, 1)
     sent = [request(number) for number in range(3)]
     for each in sent:
         table.take(each)
@@ -34,7 +34,7 @@ def test_slots_are_given_out_once_and_come_back() -> None:
 
 
 def test_a_new_request_finds_nothing_of_the_old_one() -> None:
-    table = SlotTable(1)
+    table = SlotTable(1, 1)
     full = request(
         temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, seed=2**40 + 7, logprobs=4, presence_penalty=1,
         frequency_penalty=0.5, repetition_penalty=2, logit_bias={1: 1.0}, min_output_tokens=3, stop_token_ids=(1, 2),
@@ -46,7 +46,7 @@ def test_a_new_request_finds_nothing_of_the_old_one() -> None:
     table.last_step[0], table.last_token_s[0] = 5, 2.0
     table.give_back(full)
     table.take(plain := request(temperature=0))
-    fresh = SlotTable(1)
+    fresh = SlotTable(1, 1)
     fresh.take(other := request(temperature=0))
     assert plain.slot == other.slot == 0
     for name, column in vars(fresh).items():
@@ -57,7 +57,7 @@ def test_a_new_request_finds_nothing_of_the_old_one() -> None:
 
 
 def test_a_row_tells_what_was_asked() -> None:
-    table = SlotTable(2)
+    table = SlotTable(2, 1)
     each = request(seed=(3 << 32) + 2**31 + 5, top_k=4, stop_token_ids=(8, 9), min_output_tokens=2, logprobs=6)
     each.output_ids = [1, 2, 3]
     table.take(each)
@@ -73,7 +73,7 @@ def test_a_row_tells_what_was_asked() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, -1, -(2**63), 2**63, 2**64 - 1])
 def test_seeds_travel_as_64_bits(seed: int) -> None:
-    table = SlotTable(1)
+    table = SlotTable(1, 1)
     each = dataclasses.replace(request(), seed=seed)
     table.take(each)
     low, high = (int(table.sampling[name][0]) & 0xFFFFFFFF for name in ("seed_low", "seed_high"))
@@ -95,13 +95,13 @@ def test_seeds_travel_as_64_bits(seed: int) -> None:
     ],
 )
 def test_flags_of_a_policy(settings: dict[str, Any], flags: RowFlag) -> None:
-    table = SlotTable(1)
+    table = SlotTable(1, 1)
     table.take(request(**settings))
     assert RowFlag(int(table.flags[0])) == flags
 
 
 def test_stop_tokens_of_a_request_that_ignores_them_are_not_looked_for() -> None:
-    table = SlotTable(1)
+    table = SlotTable(1, 1)
     table.take(request(stop_token_ids=(8, 9), ignore_stop=True))
     assert (table.stop_ids[0] == -1).all()
 
@@ -112,7 +112,7 @@ def test_stop_tokens_of_a_request_that_ignores_them_are_not_looked_for() -> None
 )  # fmt: skip
 def test_values_too_small_for_float32_do_no_harm(field: str, value: float) -> None:
     """A division by zero or an empty set of tokens would choose any token."""
-    table = SlotTable(1)
+    table = SlotTable(1, 1)
     table.take(request(**{field: value}))
     column = table.sampling[field][0]
     smallest = np.finfo(np.float32).smallest_normal

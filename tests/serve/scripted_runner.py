@@ -95,7 +95,7 @@ class ScriptedRunner:
         place = len(sequence) - prompt_length
         token = response[place] if place < len(response) else self._end
         if flag & RowFlag.MASK and plan.allowed_masks is not None:
-            token = self._allowed(plan.allowed_masks[row], token)
+            token = self._allowed(plan.allowed_masks[np.searchsorted(plan.masked_rows, row)], token)
         sequence.append(token)
         return token
 
