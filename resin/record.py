@@ -36,7 +36,7 @@ from resin.plan import (
 )
 
 _NAME = b"resin-plans-"
-VERSION = 3  # rises when the columns of a plan do not mean what they meant
+VERSION = 2  # rises when the columns of a plan do not mean what they meant
 MAGIC = _NAME + b"%d\n" % VERSION
 _HEAD = struct.Struct("<BII")
 _CONFIG, _PLAN, _OUTPUT = 0, 1, 2

@@ -110,7 +110,7 @@ def test_a_cut_recording_is_readable_up_to_the_cut(tmp_path: Path) -> None:
     assert np.array_equal(cut.steps[0].plan.buffer, whole.steps[0].plan.buffer)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a recording at all", b"resin-plans-2\n\x00\x01"])
+@pytest.mark.parametrize("content", [b"", b"not a recording at all", MAGIC + b"\x00\x01"])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from resin.plan.mapping import FrozenMapping
 from resin.runtime.logprobs import Logprobs, no_logprobs, token_logprobs
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
-from resin.runtime.sampling import has, sample
+from resin.runtime.sampling import sample
 from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, load_slot
 from resin.runtime.special import MASK_ROWS, mask_blocks
 from resin.runtime.xla_options import step_options

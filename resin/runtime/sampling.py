@@ -81,4 +81,3 @@ def draw_tokens(logits: jax.Array, columns: Columns, kernels: Kernels) -> jax.Ar
 def has(columns: Columns, flag: RowFlag) -> jax.Array:
     """bool [B], rows with the flag."""
     return (columns["row_flags"] & flag) != 0
-

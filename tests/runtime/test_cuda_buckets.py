@@ -30,7 +30,9 @@ def lowered_kernels(spec: StepSpec, bucket: Bucket) -> set[str]:
     def step(weights, arena, slots, buffer, masks):
         return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, ProgramKind.PLAIN)
 
-    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.arguments(bucket, arena))
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.arguments(bucket, arena, ProgramKind.PLAIN)
+    )
     modules = lower_for_cuda(step, *arguments)
     assert all(module.ir.startswith(b"ML") for module in modules)
     return {module.name for module in modules}

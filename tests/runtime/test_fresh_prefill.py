@@ -25,7 +25,7 @@ from tests.runtime.tiny_runner import tiny_options
 
 TOKENS = FRESH_BUCKET_TOKENS
 PROMPT = np.random.default_rng(0).integers(3, 256, 2 * TOKENS).tolist()
-SPECIAL, PLAIN, FRESH = ProgramKind.SPECIAL, ProgramKind.PLAIN, ProgramKind.FRESH
+PLAIN, ALL, FRESH, ANY = ProgramKind.PLAIN, ProgramKind.ALL, ProgramKind.FRESH, ProgramKind.ANY
 
 
 def build(family: str = "llama", **changes: object) -> ModelRunner:
@@ -49,19 +49,19 @@ def kinds_by_tokens(runner: ModelRunner) -> dict[int, tuple[ProgramKind, ...]]:
 
 
 def test_long_prefill_buckets_have_a_fresh_program() -> None:
-    assert kinds_by_tokens(build()) == {64: (PLAIN, SPECIAL), TOKENS: (PLAIN, SPECIAL, FRESH), 2: (PLAIN, SPECIAL)}
+    assert kinds_by_tokens(build()) == {64: (PLAIN, ALL), TOKENS: (PLAIN, ALL, FRESH), 2: (PLAIN, ALL)}
 
 
 @pytest.mark.parametrize(
     ("changes", "kinds"),
     [
-        ({"kernels": "reference"}, (SPECIAL,)),
-        ({"dtype": "float32", "cache_dtype": "float32"}, (PLAIN, SPECIAL)),
-        ({"cache_dtype": "float32"}, (PLAIN, SPECIAL)),
-        ({"cache_dtype": "uint16"}, (PLAIN, SPECIAL, FRESH)),
-        ({"cache_dtype": "uint16", "kv_dtype": "float8_e4m3fn"}, (PLAIN, SPECIAL)),
-        ({"fresh_attention": "paged"}, (PLAIN, SPECIAL)),
-        ({"tp": 2}, (PLAIN, SPECIAL)),
+        ({"kernels": "reference"}, (ANY,)),
+        ({"dtype": "float32", "cache_dtype": "float32"}, (PLAIN, ALL)),
+        ({"cache_dtype": "float32"}, (PLAIN, ALL)),
+        ({"cache_dtype": "uint16"}, (PLAIN, ALL, FRESH)),
+        ({"cache_dtype": "uint16", "kv_dtype": "float8_e4m3fn"}, (PLAIN, ALL)),
+        ({"fresh_attention": "paged"}, (PLAIN, ALL)),
+        ({"tp": 2}, (PLAIN, ALL)),
     ],
     ids=str,
 )
@@ -95,8 +95,8 @@ def test_the_program_of_a_plan() -> None:
     assert kind((0, 60)) is PLAIN, "a small bucket"
     assert kind((16, TOKENS)) is PLAIN, "a cached prefix or an earlier chunk"
     assert kind((0, TOKENS - 16), (0, 16)) is PLAIN, "two sequences"
-    assert kind((0, TOKENS), logprobs=0) is SPECIAL
-    assert kind((0, TOKENS), prompt_logprobs=1) is SPECIAL
+    assert kind((0, TOKENS), logprobs=0) is ALL
+    assert kind((0, TOKENS), prompt_logprobs=1) is ALL
     decoded = builder.decode([builder.sequence(0, PROMPT[:1])])
     assert plan_kind(decoded, runner._programs.kinds[decoded.bucket]) is PLAIN
 

@@ -96,7 +96,7 @@ def decode_steps(family: str) -> Iterator[tuple[Bucket, list[str]]]:
             return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, ProgramKind.PLAIN)
 
         arena = ArenaSpec(8, spec.config.geometry.page_bytes, spec.config.arena_dtype)
-        yield bucket, list(primitives(jax.make_jaxpr(step)(*spec.arguments(bucket, arena)).jaxpr))
+        yield bucket, list(primitives(jax.make_jaxpr(step)(*spec.arguments(bucket, arena, ProgramKind.PLAIN)).jaxpr))
 
 
 @pytest.mark.parametrize(
