@@ -207,9 +207,9 @@ def _store(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array
     return replace(slots, latest=slots.latest.at[columns["slots"]].set(latest))
 
 
-def _prompt_logprobs(model: Model, context: PagedContext, hidden: jax.Array) -> Logprobs:
-    columns, tokens = context.columns, context.token_ids.shape[0]
-    following = jnp.roll(context.token_ids, -1)
+def _prompt_logprobs(model: Model, run: Pass, columns: Mapping[str, jax.Array], hidden: jax.Array) -> Logprobs:
+    tokens = run.tokens.ids.shape[0]
+    following = jnp.roll(run.tokens.ids, -1)
     last = jnp.where(
         columns["query_indptr"][1:] > columns["query_indptr"][:-1], columns["query_indptr"][1:] - 1, tokens
     )
