@@ -109,7 +109,9 @@ def choose_route_tiles(rows: int, inner: int, experts: int) -> DenseTiles:
     columns = max(16, pl.next_power_of_2(experts))
     vector = rows <= VECTOR_SUMS
     block_inner = max(16, min(64, 8192 // columns))  # the vector path's sums are in registers
-    splits = min(32 if vector else 16 if rows <= MIN_ROWS else 8, pl.next_power_of_2(-(-inner // block_inner)))
+    splits = min(
+        32 if vector else 16 if rows <= MIN_ROWS or columns <= 32 else 8, pl.next_power_of_2(-(-inner // block_inner))
+    )
     # The last program holds all scores: at most 32 registers of each of its threads.
     tile_rows = pl.next_power_of_2(rows) if vector else max(MIN_ROWS, pl.next_power_of_2(rows))
     num_warps = max(4, tile_rows * columns // 1024)

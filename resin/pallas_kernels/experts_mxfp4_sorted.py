@@ -1,6 +1,6 @@
 """Products of many tokens with MXFP4 experts: codes become bfloat16 tiles in registers, once for 128 pairs.
 
-`out[p] = matrix_e x[r] + bias_e`, gated or weighted, for pairs p sorted by expert e and cut into row tiles of one
+`out[p] = matrix_e x[r] + bias_e`, gated or not, for pairs p sorted by expert e and cut into row tiles of one
 expert each, as `experts.py` cuts them. Grid (blocks of row tiles of a matrix, row tiles of pairs).
 
 The words of `mxfp4.py` lie in the order of another product. Taken as they are, register r of a tile's words is a matrix
@@ -47,6 +47,7 @@ class SortedTiles:
         row_tiles: tiles of 16 rows of a matrix a program, a power of two.
         groups: groups of 64 columns a step.
         num_warps, num_stages: of the program.
+        pairs_first: products are `[pairs, rows]`: decoded tiles go through shared memory, and x is the first operand.
     """
 
     pairs: int
@@ -54,6 +55,7 @@ class SortedTiles:
     groups: int
     num_warps: int
     num_stages: int
+    pairs_first: bool = False
 
 
 # Measured on an H200, 4096 tokens, 4 of 32 experts of 5760 x 2880: 249 TFLOP/s.
@@ -67,7 +69,6 @@ class _Operands(NamedTuple):
     matrices: Any
     lists: Any
     bias: Any
-    scale: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,10 @@ def packed_sorted_product(
     *,
     gate: Gate | None = None,
     bias: jax.Array | None = None,
-    scale: jax.Array | None = None,
     tiles: SortedTiles = SORTED,
     interpret: bool = False,
 ) -> jax.Array:
-    """`out[p] = scale[p] * (matrix_e x[p // pairs_per_row] + bias_e)` for every pair.
+    """`out[p] = matrix_e x[p // pairs_per_row] + bias_e` for every pair.
 
     Args:
         x: bfloat16 `[P / pairs_per_row, K]`.
@@ -117,7 +117,6 @@ def packed_sorted_product(
         pairs_per_row: consecutive pairs that share a row of x.
         gate: joins the two halves of each tile.
         bias: `[E, N]`; gated, gates then ups.
-        scale: float32 `[P]`; None for 1.
         tiles: how the work is cut.
         interpret: run the kernel body in Pallas' interpreter.
 
@@ -135,7 +134,7 @@ def packed_sorted_product(
         interpret=interpret,
     )
     flat = PackedMatrices(matrices.words.reshape(-1), matrices.factors.reshape(-1), matrices.units)
-    return _call(spec, _Operands(deal_columns(x), flat, lists, bias, scale))
+    return _call(spec, _Operands(deal_columns(x), flat, lists, bias))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -168,8 +167,8 @@ def _kernel(*refs, spec: _Spec, structure) -> None:
 
 
 def _product(operands: _Operands, out_ref, block, expert, pair, live, spec: _Spec) -> None:
-    """Both row halves of a block of a matrix's tiles, transposed: `[8 * row_tiles, pairs]` each."""
-    x_ref, matrices, _, bias_ref, scale_ref = operands
+    """Both row halves of a block of a matrix's tiles, `[8 * row_tiles, pairs]` each, or transposed."""
+    x_ref, matrices, _, bias_ref = operands
     tiles = spec.tiles
     width = TILE_COLUMNS // QUARTERS  # columns of a group in a register's matrix
     row = jnp.arange(8 * tiles.row_tiles, dtype=jnp.int32)  # of a half: tile, g
@@ -217,10 +216,18 @@ def _product(operands: _Operands, out_ref, block, expert, pair, live, spec: _Spe
                 byte = (spread >> (8 * register)) & 0xFF
                 pair = scaled_pair(words, byte, register, interpret=spec.interpret)
                 for value, tokens in zip(pair, dealt, strict=True):
-                    out[row_half] = out[row_half] + tile_dot(value, tokens, trans_b=True)
+                    left, right = (tokens, value) if tiles.pairs_first else (value, tokens)
+                    out[row_half] = out[row_half] + tile_dot(left, right, trans_b=True)
         return tuple(out)
 
-    zeros = jnp.zeros((8 * tiles.row_tiles, tiles.pairs), jnp.float32)
+    def by_row(values):
+        return values[None, :] if tiles.pairs_first else values[:, None]
+
+    def by_pair(values):
+        return values[:, None] if tiles.pairs_first else values[None, :]
+
+    shape = (8 * tiles.row_tiles, tiles.pairs)
+    zeros = jnp.zeros(shape[::-1] if tiles.pairs_first else shape, jnp.float32)
     halves = lax.fori_loop(0, -(-spec.groups // tiles.groups), step, (zeros, zeros))
     halves = [half * matrices.units[expert] for half in halves]
     gated = spec.gate is not None
@@ -229,18 +236,18 @@ def _product(operands: _Operands, out_ref, block, expert, pair, live, spec: _Spe
         starts = (0, spec.columns) if gated else (0, 0)
         halves = [
             half
-            + plgpu.load(
-                bias_ref.at[expert, start + at], mask=held_rows, other=None if held_rows is None else 0
-            ).astype(jnp.float32)[:, None]
+            + by_row(
+                plgpu.load(
+                    bias_ref.at[expert, start + at], mask=held_rows, other=None if held_rows is None else 0
+                ).astype(jnp.float32)
+            )
             for half, at, start in zip(halves, rows, starts, strict=True)
         ]
     outs = list(zip(halves, rows, strict=True))
     if spec.gate is not None:
         outs = [(spec.gate(halves[0], halves[1]), rows[0])]
     place = jnp.where(live, pair, NOWHERE)
-    inside = masked(live[None, :], None if held_rows is None else held_rows[:, None])
+    inside = masked(by_pair(live), None if held_rows is None else by_row(held_rows))
     for out, at in outs:
-        if scale_ref is not None:
-            out = out * plgpu.load(scale_ref.at[pair], mask=live, other=0.0)[None, :]
-        store_at = (place[None, :] + 0 * at[:, None], at[:, None] + 0 * place[None, :])
+        store_at = (by_pair(place) + 0 * by_row(at), by_row(at) + 0 * by_pair(place))
         plgpu.store(out_ref.at[store_at], out.astype(out_ref.dtype), mask=jnp.broadcast_to(inside, out.shape))

@@ -41,7 +41,7 @@ HEADS_KERNEL_ROWS = 32
 MANY_ROWS_WEIGHTS = 1 << 23
 # Most tokens of `route_tokens`, and most scores of a tile: one program chooses for all tokens, and twice as many scores
 # no longer fit its registers.
-ROUTE_ROWS, ROUTE_SCORES = 64, 1 << 13
+ROUTE_ROWS, ROUTE_SCORES = 128, 1 << 13
 
 
 class Backend(enum.Enum):

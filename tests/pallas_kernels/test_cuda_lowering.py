@@ -192,6 +192,7 @@ CALLS = {
     "route 16 tokens": partial(route_call, 16, 2048, 60, RouteRule(4, "sigmoid", renormalise=True, scaling=2.5)),
     "route 32 tokens": partial(route_call, 32, 2048, 128, SOFTMAX),
     "route 64 tokens": partial(route_call, 64, 2048, 128, SOFTMAX),
+    "route 128 tokens": partial(route_call, 128, 2880, 32, RouteRule(4, renormalise=True)),
     "route 2 tokens of 512 experts": partial(route_call, 2, 2048, 512, SOFTMAX),
     "route 9 tokens of 512 experts": partial(route_call, 9, 2048, 512, SOFTMAX),
     "route 32 tokens of 256 experts": partial(route_call, 32, 7168, 256, RouteRule(8, "sigmoid", renormalise=True)),

@@ -49,4 +49,5 @@ def test_products_of_many_rows_are_xlas():
 def test_routers_of_many_tokens_are_xlas():
     assert [rows for rows in ROWS if takes_route_kernel(rows, 128)] == [1, 16, 32, 64]
     assert [rows for rows in ROWS if takes_route_kernel(rows, 200)] == [1, 16, 32]
+    assert [rows for rows in ROWS if takes_route_kernel(rows, 32)] == [1, 16, 32, 64, 128]
     assert takes_route_kernel(16, 512) and not takes_route_kernel(1, 513)
