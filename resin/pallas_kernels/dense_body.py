@@ -331,12 +331,3 @@ def _matrix_step(refs, block, first_step, spec: ProductSpec, index, carry):
         product = tile_dot(weight, x, trans_a=True, trans_b=True) if spec.tiles.transposed else tile_dot(x, weight)
         sums[part] = sums[part] + product
     return squares, *sums
-
-
-def normalise(x: jax.Array, norm: jax.Array | None, eps: float) -> jax.Array:
-    """The RMSNorm of x `[M, K]` in plain XLA, weighted in float32 and rounded once; x itself without a weight."""
-    if norm is None:
-        return x
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * norm.astype(jnp.float32)[None, :]).astype(x.dtype)

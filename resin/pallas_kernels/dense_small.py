@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, add_bias, normalise, run_product
+from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, add_bias, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
 from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.gpu import H200, Gpu
+from resin.pallas_kernels.norms import normalise
 
 
 def dense_small(

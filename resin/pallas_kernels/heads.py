@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import round_fp8
+from resin.pallas_kernels.norms import weigh
 from resin.pallas_kernels.tiles import NOWHERE
 
 
@@ -138,10 +139,3 @@ def _normalise(halves, is_query, lanes, new: NewTokens, spec: HeadSpec) -> tuple
         ]
         out.append(weigh(half * factor, jnp.where(is_query, weights[0], weights[1]), halves[0].dtype))
     return out[0], out[1]
-
-
-def weigh(wide: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Normalised float32 values times a norm's weight: after the cast, or before it where the weight is float32."""
-    if weight.dtype == dtype:
-        return wide.astype(dtype) * weight
-    return (wide * weight.astype(jnp.float32)).astype(dtype)

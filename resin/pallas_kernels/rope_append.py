@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, row_elements
-from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads, weigh
+from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
+from resin.pallas_kernels.norms import normalise
 from resin.pallas_kernels.tiles import NOWHERE, plane_rows
 
 LARGE_TOKENS = 64
@@ -195,7 +196,7 @@ def rope_append_ref(
     heads, width = x.shape[1] - 2 * kv_heads, x.shape[2]
     query, key, value = jnp.split(x, (heads, heads + kv_heads), axis=1)
     if q_norm is not None and k_norm is not None:
-        query, key = _head_norm(query, q_norm, eps), _head_norm(key, k_norm, eps)
+        query, key = normalise(query, q_norm, eps), normalise(key, k_norm, eps)
     query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
     elements = row_elements(width, arena.dtype, fp8_scale)
     rows = arena.reshape(-1, elements)
@@ -209,12 +210,6 @@ def rope_append_ref(
         index = starts[:, None] + (plane + head)[None, :]
         rows = rows.at[index].set(vectors.astype(arena.dtype), mode="promise_in_bounds")
     return query, rows.reshape(arena.shape), key if with_keys else None
-
-
-def _head_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return weigh(wide, weight[None, None, :], x.dtype)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -20,9 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, normalise, run_product
+from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_route_tiles
 from resin.pallas_kernels.draw import ordered
+from resin.pallas_kernels.norms import normalise
 from resin.pallas_kernels.tiles import MIN_ROWS, NOWHERE
 from resin.plan import InvalidRequest
 
