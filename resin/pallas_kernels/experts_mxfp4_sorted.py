@@ -89,10 +89,10 @@ class _Spec:
         return self.rows // 2 if self.gate else self.rows
 
 
-def deal_columns(x: jax.Array) -> jax.Array:
-    """`[T, K]` to `[T, 4, ceil(K / 64) * 16]`: for each half and value (h, q) the columns (group, j, s)."""
+def deal_columns(x: jax.Array, groups: int) -> jax.Array:
+    """`[T, K]` to `[T, 4, groups * 16]`: for each half and value (h, q) the columns (group, j, s), zero past K."""
     tokens, inner = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, -inner % TILE_COLUMNS)))
+    padded = jnp.pad(x, ((0, 0), (0, groups * TILE_COLUMNS - inner)))
     parts = padded.reshape(tokens, -1, 2, 4, LANE_WORDS, 2)  # group, h, j, s, q
     return parts.transpose(0, 2, 5, 1, 3, 4).reshape(tokens, QUARTERS, -1)
 
@@ -134,7 +134,7 @@ def packed_sorted_product(
         interpret=interpret,
     )
     flat = PackedMatrices(matrices.words.reshape(-1), matrices.factors.reshape(-1), matrices.units)
-    return _call(spec, _Operands(deal_columns(x), flat, lists, bias))
+    return _call(spec, _Operands(deal_columns(x, -(-groups // tiles.groups) * tiles.groups), flat, lists, bias))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -206,7 +206,7 @@ def _product(operands: _Operands, out_ref, block, expert, pair, live, spec: _Spe
             dealt = [
                 plgpu.load(
                     x_ref.at[token[:, None], 2 * half + second, (first * width + column)[None, :]],
-                    mask=live[:, None] if held is None else live[:, None] & held,
+                    mask=live[:, None],
                     other=0,
                 )
                 for second in range(2)
