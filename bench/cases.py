@@ -29,7 +29,7 @@ from resin.sched.cache import CacheManager
 FEED_TOKENS = 2048
 FEED_SEQUENCES = 16
 # Prefill plans never give way to decode rows: a case starts when all of its sequences are there.
-PATIENT = Policy(max_prefill_streak=1 << 30)
+PATIENT = Policy(prefill_streak_tokens=1 << 30)
 NO_FLAGS = RowFlag(0)
 
 

@@ -155,7 +155,7 @@ def turnover_case(groups: tuple[CacheGroup, ...], sequences: int, steps: int) ->
     prompts = [rng.integers(0, 128_000, CONTEXT_TOKENS - row % 64) for row in range(64)]
     runner = FreeRunner(config)
     # All rows start to decode together, and from the second step on one after the other ends.
-    with Engine(runner, overlap=0, policy=Policy(max_prefill_streak=1 << 30)) as engine:
+    with Engine(runner, overlap=0, policy=Policy(prefill_streak_tokens=1 << 30)) as engine:
 
         def submit(number: int, outputs: int) -> None:
             params = replace(PARAMS, max_output_tokens=outputs)

@@ -32,6 +32,7 @@ from resin.plan import (
     smallest_bucket,
 )
 from resin.record import PlanRecorder
+from resin.resolved import ResolvedConfig, resolve
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit, stamp
 from resin.sched.keys import MediaSpan, check_media, prompt_keys
@@ -64,7 +65,8 @@ class Engine:
         prefix_cache: reuse aligned prefixes across requests.
         enable_metrics: collect metrics (`engine.metrics.registry`).
         overlap: plans that may be in flight while the next one is made, if the runner can; 0 (or False) waits for each.
-            Results are the same. 1 hides planning; 2 also hides a read-back that takes longer than a step.
+            Results are the same. 1 hides planning; 2 also hides a read-back that takes longer than a step. None: 2
+            where the runner has measured such steps, else 1.
         cache_pages: pages of the arena; None takes what all slots at full context would lease, as far as the runner's
             memory goes (`free_pages()`), and with a prefix cache all that the runner has.
         policy: scheduling choices.
@@ -82,7 +84,7 @@ class Engine:
         context_length: int | None = None,
         prefix_cache: bool = False,
         enable_metrics: bool = True,
-        overlap: int = 1,
+        overlap: int | None = None,
         cache_pages: int | None = None,
         policy: Policy | None = None,
         record: str | Path | None = None,
@@ -96,9 +98,11 @@ class Engine:
         if not 2 <= self.context_length <= config.max_context_tokens:
             raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
         self._clock = clock
-        if overlap not in range(MAX_OVERLAP + 1):
-            raise InvalidRequest("overlap", overlap, f"0 to {MAX_OVERLAP} plans")
-        self._overlap = int(overlap) if self._binding.can_overlap else 0
+        if overlap is not None and overlap not in range(MAX_OVERLAP + 1):
+            raise InvalidRequest("overlap", overlap, f"0 to {MAX_OVERLAP} plans, or None")
+        self._wanted_overlap = overlap
+        self._overlap = 0
+        self._resolved: ResolvedConfig | None = None
         self._in_flight: deque[tuple[PlannedStep, Any]] = deque()
         self._events: list[Event] = []
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -259,7 +263,26 @@ class Engine:
                 self._commit_oldest()
         return self.drain_events()
 
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """What the engine runs with. It is settled now, or with the first step: warm the runner up before."""
+        if self._resolved is None:
+            scheduler = self.scheduler
+            self._resolved = found = resolve(
+                self.parts,
+                scheduler.policy,
+                context_length=self.context_length,
+                max_plan_tokens=scheduler.max_plan_tokens,
+                arena=self.arena,
+                prefix_cache=scheduler.cache.prefixes.enabled,
+                overlap=self._wanted_overlap if self._binding.can_overlap else 0,
+            )
+            self._overlap, scheduler.streak_tokens = found.overlap, found.prefill_streak_tokens
+        return self._resolved
+
     def _plan(self) -> PlannedStep | None:
+        if self._resolved is None:
+            _ = self.resolved
         started = time.perf_counter()
         while True:
             self._planning = True

@@ -46,7 +46,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     request_queue_capacity: int = 1024
-    max_active_sessions: int = 128
+    max_active_sessions: int = 256
     admissions_per_step: int = 4
     client_buffer_events: int = 64
     stream_interval: int = 1

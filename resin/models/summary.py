@@ -13,7 +13,7 @@ from resin.models.declare import Declaration, Placement
 from resin.models.families import read_config
 from resin.models.weights import AbstractModel
 from resin.plan import CacheGeometry, CacheGroup, HistoryGroup, StateGroup, plan_geometry
-from resin.plan.cache import entry_bytes
+from resin.plan.cache import entry_bytes, pages_of_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _cache_rows(groups: tuple[CacheGroup, ...], geometry: CacheGeometry, dtype: 
         elif isinstance(group, StateGroup):
             sequence = fill.pages_per_state * geometry.page_bytes
         else:
-            sequence = (-(-group.window_tokens // fill.span_tokens) + 1) * geometry.page_bytes
+            sequence = pages_of_sequence(group, fill, group.window_tokens + 2 * fill.span_tokens) * geometry.page_bytes
         rows.append(
             CacheRow(
                 name=group.name,

@@ -12,7 +12,7 @@ from resin.plan.cache import (
     WindowGroup,
     plan_geometry,
 )
-from resin.plan.config import ArenaSpec, RunnerConfig
+from resin.plan.config import ArenaSpec, RunnerConfig, StepTimes
 from resin.plan.errors import InvalidRequest, PlanRejected, ResinError
 from resin.plan.flags import RowFlag
 from resin.plan.layout import Column, PlanLayout, plan_layout
@@ -47,6 +47,7 @@ __all__ = [
     "SamplingParams",
     "SlotLoad",
     "StateGroup",
+    "StepTimes",
     "WindowGroup",
     "build_plan",
     "plan_geometry",

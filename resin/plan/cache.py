@@ -153,6 +153,23 @@ def plan_geometry(groups: Sequence[CacheGroup], *, arena_dtype: str, page_tokens
     return best[2]
 
 
+def pages_of_sequence(group: CacheGroup, fill: GroupGeometry, tokens: int, new_tokens: int = 1) -> int:
+    """Pages of a group that a plan sees of one sequence at most.
+
+    Args:
+        group, fill: the group and its geometry.
+        tokens: length of the sequence, the new tokens included.
+        new_tokens: how many of them the plan computes.
+    """
+    if isinstance(group, StateGroup):
+        return fill.pages_per_state
+    whole = -(-tokens // fill.span_tokens)
+    if isinstance(group, WindowGroup):
+        # What the first new token sees, the new tokens, and a page cut at either end.
+        return min(whole, (group.window_tokens + new_tokens - 2) // fill.span_tokens + 2)
+    return whole
+
+
 def with_kv_dtype(
     groups: Sequence[CacheGroup], dtype: str, *, scale: float, arena_dtype: str
 ) -> tuple[CacheGroup, ...]:

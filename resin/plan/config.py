@@ -1,4 +1,4 @@
-"""What a runner declares once: RunnerConfig, and the arena that an engine binds it to."""
+"""What a runner declares once, the arena that an engine binds it to, and what its steps were measured to take."""
 
 from __future__ import annotations
 
@@ -65,3 +65,18 @@ class ArenaSpec:
     @property
     def total_bytes(self) -> int:
         return self.num_pages * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a runner's steps, measured when it was warm.
+
+    Attributes:
+        prefill_s: (padded tokens, seconds) of the prefill buckets, smallest first, up to the first that took very long.
+        decode_s: a step of the smallest decode bucket, one queued behind the other.
+        read_back_s: what a step takes beyond that if its results are waited for.
+    """
+
+    prefill_s: tuple[tuple[int, float], ...]
+    decode_s: float
+    read_back_s: float

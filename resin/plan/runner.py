@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from resin.plan.batch import BatchPlan
-from resin.plan.config import ArenaSpec, RunnerConfig
+from resin.plan.config import ArenaSpec, RunnerConfig, StepTimes
 from resin.plan.errors import InvalidRequest
 from resin.plan.output import ForwardOutput
 
@@ -47,6 +47,8 @@ class RunnerParts:
         unbind: called when an engine is done, after which nothing may be in flight.
         accept: may raise PlanRejected while nothing has happened yet.
         observations: numbers to export as metrics, by name.
+        step_times: what its steps take, if that was measured: an engine chooses overlap and chunk sizes by it.
+        facts: what it runs with, by name, for people: dtype, kernels, kinds of programs.
         tokenizer: a ChatTokenizer, for servers.
         eos_token_ids: ids that end a turn by the checkpoint's own account, for servers.
     """
@@ -57,6 +59,8 @@ class RunnerParts:
     unbind: Callable[[], None] = _nothing
     accept: Callable[[BatchPlan], None] = _nothing
     observations: Callable[[], Mapping[str, float]] = dict
+    step_times: Callable[[], StepTimes | None] = lambda: None
+    facts: Callable[[], Mapping[str, str]] = dict
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resin.plan import Bucket, CacheGeometry, CacheGroup, GroupGeometry, Phase, StateGroup, WindowGroup
+from resin.plan.cache import REFERENCE_CONTEXT_TOKENS, pages_of_sequence
 
 # Page ids that a plan carries at most beyond one full sequence: 256 KiB of the packed buffer for decode. Prefill packs
 # what is mostly new, and whose chunks fill the buffer already: 32 KiB, with 16-token pages contexts of 131072 tokens.
 MAX_ROW_PAGES = {Phase.DECODE: 1 << 16, Phase.PREFILL: 1 << 13}
 
+MAX_GPU_SEQUENCES = 256
+CPU_SEQUENCES = 16
 GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -20,6 +23,20 @@ def decode_sizes(platform: str, max_sequences: int) -> tuple[int, ...]:
     """
     sizes = GPU_DECODE if platform == "gpu" else tuple(4**power for power in range(6))
     return (*(size for size in sizes if size < max_sequences), max_sequences)
+
+
+def sequences_that_fit(groups: Sequence[CacheGroup], geometry: CacheGeometry, context_tokens: int, room: int) -> int:
+    """Sequences that a GPU runs at once where nothing is said: what fits its memory at a usual length, 256 at most.
+
+    Args:
+        groups, geometry: the model's cache groups.
+        context_tokens: longest sequence; a usual one has no more than 4096 tokens.
+        room: bytes of the arena.
+    """
+    tokens = min(context_tokens, REFERENCE_CONTEXT_TOKENS)
+    pages = sum(pages_of_sequence(group, fill, tokens) for group, fill in zip(groups, geometry.groups, strict=True))
+    most = room // max(pages * geometry.page_bytes, 1)
+    return max((size for size in GPU_DECODE if size <= min(most, MAX_GPU_SEQUENCES)), default=1)
 
 
 def prefill_sizes(platform: str, max_plan_tokens: int) -> tuple[int, ...]:
@@ -66,11 +83,11 @@ def build_buckets(
 def _row_pages(
     group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: int, max_context_tokens: int, most: int
 ) -> int:
+    whole = pages_of_sequence(group, fill, max_context_tokens)
     if isinstance(group, StateGroup):
-        return sequences * fill.pages_per_state
-    whole = -(-max_context_tokens // fill.span_tokens)
+        return sequences * whole
     if isinstance(group, WindowGroup):
-        # The window before the first query, the queries, and a page cut at either end.
-        within = min(whole, -(-group.window_tokens // fill.span_tokens) + 2)
+        # New tokens that are shared among the sequences may cut one page more of each.
+        within = min(whole + 1, -(-max_context_tokens // fill.span_tokens))
         return sequences * within + -(-tokens // fill.span_tokens)
     return max(whole, min(sequences * whole, most))

@@ -80,6 +80,17 @@ class StepSpec:
             has_fresh_prefill=self.has_fresh_prefill,
         )
 
+    def facts(self) -> dict[str, str]:
+        """What the programs have in common, in words."""
+        kinds = {kind.value: None for bucket in self.config.buckets for kind in self.kinds(bucket)}
+        return {
+            "dtype": self.dtype,
+            "cache": self.config.arena_dtype,
+            "kernels": self.kernels().backend.value,
+            "programs": "+".join(kinds),
+            "tp": str(self.mesh.shape["tp"]),
+        }
+
     def arguments(self, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> tuple[Any, ...]:
         """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, blocks of masks."""
         replicated = NamedSharding(self.mesh, REPLICATED)

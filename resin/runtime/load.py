@@ -20,13 +20,14 @@ from resin.pallas_kernels.table import Backend, pick_kernels
 from resin.plan import CacheGroup, InvalidRequest, RunnerConfig, StateGroup, plan_geometry
 from resin.plan.cache import with_kv_dtype
 from resin.recipes.tokenizer import find_tokenizer
-from resin.runtime.bucket_table import build_buckets, decode_sizes, prefill_sizes
+from resin.runtime.bucket_table import CPU_SEQUENCES, build_buckets, decode_sizes, prefill_sizes, sequences_that_fit
 from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.executable import StepSpec
+from resin.runtime.ledger import device_limit_bytes
 from resin.runtime.mesh import build_mesh, platform_of
 from resin.runtime.options import RunnerOptions
 from resin.runtime.program_cache import ProgramCache
-from resin.runtime.runner import ModelRunner
+from resin.runtime.runner import GPU_CACHE_SHARE, ModelRunner
 from resin.runtime.slots import COUNT_DTYPE
 from resin.settings import CACHE_DIRECTORY
 
@@ -173,7 +174,6 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     if context > config.max_context_tokens:
         raise InvalidRequest("max_context_tokens", context, f"at most the model's {config.max_context_tokens}")
     plan_tokens = options.max_plan_tokens or defaults["plan_tokens"]
-    decode = options.decode_sequences or decode_sizes(platform, options.max_sequences)
     prefill = options.prefill_tokens or prefill_sizes(platform, plan_tokens)
     backend = None if options.kernels is None else Backend(options.kernels)
     arena_dtype = _arena_dtype(options, platform, placement.dtype, backend)
@@ -181,10 +181,18 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     if options.kv_dtype is not None:
         groups = with_kv_dtype(groups, options.kv_dtype, scale=options.kv_scale, arena_dtype=arena_dtype)
     geometry = plan_geometry(groups, arena_dtype=arena_dtype, page_tokens=options.page_tokens)
+    abstract = AbstractModel.of(model_class(config, placement))
+    sequences = options.max_sequences
+    if sequences is None and platform == "cpu":
+        sequences = CPU_SEQUENCES
+    elif sequences is None:
+        free = int(GPU_CACHE_SHARE * (device_limit_bytes(mesh.devices.flat[0]) - abstract.device_nbytes(mesh)))
+        sequences = sequences_that_fit(groups, geometry, context, options.cache_bytes or free)
+    decode = options.decode_sequences or decode_sizes(platform, sequences)
     runner_config = RunnerConfig(
         vocab_size=config.vocab_size,
-        max_sequences=options.max_sequences,
-        max_penalised=_max_penalised(options, config.vocab_size),
+        max_sequences=sequences,
+        max_penalised=_max_penalised(options, sequences, config.vocab_size),
         max_context_tokens=context,
         max_plan_tokens=prefill[-1],
         groups=groups,
@@ -194,19 +202,18 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
             geometry,
             decode_sequences=decode,
             prefill_tokens=prefill,
-            prefill_sequences=min(options.prefill_sequences, options.max_sequences),
+            prefill_sequences=min(options.prefill_sequences, sequences),
             max_context_tokens=context,
         ),
         arena_dtype=arena_dtype,
     )
-    abstract = AbstractModel.of(model_class(config, placement))
     return StepSpec(abstract, runner_config, mesh, placement.dtype, backend, options.fresh_attention == "cudnn")
 
 
-def _max_penalised(options: RunnerOptions, vocab_size: int) -> int:
+def _max_penalised(options: RunnerOptions, sequences: int, vocab_size: int) -> int:
     """Sequences whose tokens are counted at once."""
     fits = options.max_penalised or max(COUNT_BYTES // (vocab_size * COUNT_DTYPE.itemsize), 1)
-    return min(fits, options.max_sequences)
+    return min(fits, sequences)
 
 
 def _arena_dtype(options: RunnerOptions, platform: str, dtype: str, backend: Backend | None) -> str:

@@ -29,7 +29,7 @@ class RunnerOptions:
         fresh_attention: what a long prompt of which nothing is cached attends with beside Triton bodies: "cudnn", or
             "paged", the kernel that reads pages, as every other prompt does.
         dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
-        max_sequences: sequences that run at once.
+        max_sequences: sequences that run at once: 16 on CPU; on GPU 256 at most, as memory holds.
         max_penalised: of these, sequences with penalties; others of them wait. The device counts the tokens of each in
             2 bytes a token of the vocabulary; None takes what 32 MiB hold.
         max_context_tokens: longest sequence; None takes the model's own limit, at most 4096 on CPU and 32768 on GPU.
@@ -58,7 +58,7 @@ class RunnerOptions:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    max_sequences: int = 16
+    max_sequences: int | None = None
     max_penalised: int | None = None
     max_context_tokens: int | None = None
     max_plan_tokens: int | None = None
@@ -87,8 +87,9 @@ class RunnerOptions:
         for name in ("dp", "cp", "ep"):
             if getattr(self, name) != 1:
                 raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")
-        low = {"tp": 1, "max_sequences": 1, "prefill_sequences": 1, "compile_cache_bytes": 0}
+        low = {"tp": 1, "prefill_sequences": 1, "compile_cache_bytes": 0}
         optional = {
+            "max_sequences": 1,
             "max_penalised": 1,
             "max_context_tokens": 2,
             "max_plan_tokens": 1,

@@ -21,10 +21,12 @@ from resin.plan import (
     PlanRejected,
     RowFlag,
     RunnerConfig,
+    StepTimes,
 )
 from resin.runtime.arena import DeviceState, allocate
 from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
+from resin.runtime.measure import measure_steps
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.programs import Programs
 from resin.runtime.slots import abstract_slots, load_arguments
@@ -102,6 +104,7 @@ class ModelRunner:
         self._state = DeviceState(is_host=self.device.platform == "cpu")
         weakref.finalize(self, self._state.settle)
         self._programs_when_ready: int | None = None
+        self._step_times: StepTimes | None = None
 
     @property
     def device(self) -> jax.Device:
@@ -198,7 +201,7 @@ class ModelRunner:
         self._prove(arena)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """`compile`, then loads the weights and allocates; runs nothing.
+        """`compile`, then loads the weights and allocates, and measures what steps without a row take.
 
         Args:
             progress: as for `compile`, then called while weights load with (what, bytes done, bytes in all).
@@ -209,6 +212,7 @@ class ModelRunner:
         """
         self.compile(progress)
         self._allocate(progress)
+        self._step_times = measure_steps(self.config, self.launch, self.forward)
         self._programs_when_ready = self._programs.count
 
     def _bound_arena(self) -> ArenaSpec:
@@ -337,6 +341,14 @@ class ModelRunner:
     def forward(self, plan: BatchPlan) -> ForwardOutput:
         """`dispatch`, then `collect`."""
         return self.collect(self.dispatch(plan))
+
+    def step_times(self) -> StepTimes | None:
+        """What steps take, as measured at warm-up."""
+        return self._step_times
+
+    def facts(self) -> Mapping[str, str]:
+        """What the runner runs with, in words."""
+        return self._spec.facts()
 
     def observations(self) -> Mapping[str, float]:
         """Numbers for the metrics page."""

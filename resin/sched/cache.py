@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from resin.plan import CacheGeometry, CacheGroup, ResinError, StateGroup, WindowGroup
+from resin.plan.cache import pages_of_sequence
 from resin.sched.lease import CacheLease, PagedGroup, PageRow, StateRing
 from resin.sched.pool import PagePool
 from resin.sched.prefix_cache import PrefixCache
@@ -46,6 +47,7 @@ class CacheManager:
             for group, fill in pairs
             if not isinstance(group, StateGroup)
         ]
+        self._specs = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
         self.state_pages = [fill.pages_per_state for group, fill in pairs if isinstance(group, StateGroup)]
         self.checkpoint_tokens = geometry.checkpoint_tokens
         self.pool = PagePool(num_pages)
@@ -65,12 +67,10 @@ class CacheManager:
     def row_pages_needed(self, tokens: int, chunk_tokens: int) -> list[int]:
         """Longest row of each paged group while a sequence of `tokens` computes at most `chunk_tokens` a plan."""
         rows = []
-        for group in self.paged:
-            whole = -(-tokens // group.span_tokens)
-            if group.window_tokens:
-                # One page more at each end than the tokens need, and one that a commit has not trimmed yet.
-                whole = min(whole, (group.window_tokens + chunk_tokens - 2) // group.span_tokens + 3)
-            rows.append(whole)
+        for spec, fill in self._specs:
+            whole = pages_of_sequence(spec, fill, tokens, chunk_tokens)
+            # A Window row may hold one page more, which a commit has not trimmed yet.
+            rows.append(min(whole + isinstance(spec, WindowGroup), -(-tokens // fill.span_tokens)))
         return rows
 
     def pages_needed(self, tokens: int, chunk_tokens: int) -> int:

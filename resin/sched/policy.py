@@ -14,18 +14,22 @@ class Policy:
 
     Attributes:
         aging_s: seconds of waiting that are worth one level of priority.
-        max_prefill_streak: prefill plans in a row while rows wait to decode.
+        decode_wait_s: prefill that rows which decode wait for between two of their steps, by the runner's measurements.
+        prefill_streak_tokens: the same in tokens of the buckets; None: what the runner computes in `decode_wait_s`.
         max_plan_tokens: prefill tokens a plan at most; None takes the runner's limit.
     """
 
     aging_s: float = 10.0
-    max_prefill_streak: int = 8
+    decode_wait_s: float = 0.05
+    prefill_streak_tokens: int | None = None
     max_plan_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.aging_s < math.inf:
             raise InvalidRequest("aging_s", self.aging_s, "more than 0 seconds, finite")
-        if self.max_prefill_streak < 1:
-            raise InvalidRequest("max_prefill_streak", self.max_prefill_streak, "at least 1 plan")
-        if self.max_plan_tokens is not None and self.max_plan_tokens < 1:
-            raise InvalidRequest("max_plan_tokens", self.max_plan_tokens, "at least 1 token, or None")
+        if not 0 < self.decode_wait_s < math.inf:
+            raise InvalidRequest("decode_wait_s", self.decode_wait_s, "more than 0 seconds, finite")
+        for name in ("prefill_streak_tokens", "max_plan_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(name, value, "at least 1 token, or None")

@@ -39,7 +39,8 @@ class Scheduler:
         self.closing: set[Request] = set()  # ended, but a plan in flight still holds a row
         self.failures: deque[tuple[Request, Exception]] = deque()  # requests that cannot go on, and why
         self.retractions = 0
-        self.prefill_streak = 0
+        self.prefill_streak = 0  # bucket tokens of prefill plans since rows that decode had their last step
+        self.streak_tokens = policy.prefill_streak_tokens or _EXACT  # at which it is their turn; set by the Engine
         self.planner = Planner(config, self.table, cache.paged)
         self._step = 0
         prefill = [bucket for bucket in config.buckets if bucket.phase is Phase.PREFILL]
@@ -139,7 +140,7 @@ class Scheduler:
     def plan_next(self, *, in_flight: bool) -> PlannedStep | None:
         """The next plan with its pages reserved, or None if nothing can run before plans in flight are collected."""
         self._admit()
-        decode_is_due = self.prefill_streak >= self.policy.max_prefill_streak and bool(self._decodable())
+        decode_is_due = self.prefill_streak >= self.streak_tokens and bool(self._decodable())
         while self.prefilling and not decode_is_due:
             planned = self._plan_prefill()
             if planned is not None:
@@ -181,7 +182,8 @@ class Scheduler:
                 table.last_step[slots] = self._step
             return
         assert planned.chunks is not None
-        self.prefill_streak += 1
+        if self.decoding:
+            self.prefill_streak += planned.plan.bucket.tokens
         table.in_flight[slots] += 1
         for chunk in planned.chunks:
             slot = chunk.request.slot
@@ -215,14 +217,9 @@ class Scheduler:
                 return
             self.queue.pop()
             self.table.take(request)
-            hit = self._hit_tokens(request)
-            self.table.computed[request.slot] = self.table.committed[request.slot] = hit
+            self.table.computed[request.slot] = self.table.committed[request.slot] = lease.published_tokens
             request.state = RequestState.PREFILL
             self._insert_by_rank(request)
-
-    def _hit_tokens(self, request: Request) -> int:
-        assert request.lease is not None
-        return request.lease.published_tokens
 
     def _insert_by_rank(self, request: Request) -> None:
         at = len(self.prefilling)
@@ -291,7 +288,7 @@ class Scheduler:
         """Chunks by rank under the token budget, with their pages; stops at the first that finds no room."""
         chunks: list[Chunk] = []
         bucket: Bucket | None = None
-        budget = self.max_plan_tokens
+        budget = most = self._prefill_budget()
         pages = [0] * len(self.cache.paged)
         for request in self.prefilling[: self._max_prefill_rows]:
             slot = request.slot
@@ -300,7 +297,7 @@ class Scheduler:
             while stop > start:
                 assert request.lease is not None
                 wider = [have + self._row_pages(request, group, start, stop) for group, have in enumerate(pages)]
-                used = self.max_plan_tokens - budget + stop - start
+                used = most - budget + stop - start
                 fits = smallest_bucket(
                     self.config.buckets, Phase.PREFILL, len(chunks) + 1, used, self.planner.row_pages(wider)
                 )
@@ -314,6 +311,11 @@ class Scheduler:
             if budget <= 0 or stop <= start:
                 break
         return chunks, bucket
+
+    def _prefill_budget(self) -> int:
+        """Tokens of the next prefill plan: no more than rows that decode wait for."""
+        left = self.streak_tokens - self.prefill_streak if self.decoding else self.max_plan_tokens
+        return min(self.max_plan_tokens, left if left > 0 else self.streak_tokens)
 
     def _try_extend(self, request: Request, start: int, stop: int, reservation: Reservation) -> bool:
         """Reserves what the request needs to compute tokens `[start, stop)`; all or nothing."""

@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_arguments(parser, max_sequences=16)
+    add_model_arguments(parser)
     add_sampling_arguments(parser)
     parser.add_argument(
         "--input", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line; may be a pipe"
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             bar.update(f"{counts['tokens']} tokens", skipped + counts["written"], total)
 
         # Twice what runs at once keeps the engine's own queue from running dry.
-        offline = OfflineRun(loaded, default_max_tokens=args.max_tokens, at_once=2 * args.max_sequences)
+        offline = OfflineRun(loaded, default_max_tokens=args.max_tokens, at_once=2 * loaded.engine.config.max_sequences)
         offline.run(InputLines(file, is_live=is_live), done, write)
         faults = f", {counts['faulty']} of them errors" if counts["faulty"] else ""
         bar.close(f"{counts['written']} results{faults}, {counts['tokens']} tokens, {skipped} done before")

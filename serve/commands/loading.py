@@ -14,7 +14,7 @@ from resin.models.sampling_defaults import SamplingDefaults, read_sampling_defau
 from resin.plan import InvalidRequest
 from resin.recipes import NATIVE_RECIPES, Recipe, choose_recipe, get_native_recipe
 from resin.recipes.tokenizer import ChatTokenizer
-from serve.commands.options import chosen_sampling, runner_options
+from serve.commands.options import chosen_sampling, policy, runner_options
 from serve.loaded_model import LoadedModel
 from serve.progress import ProgressBar
 
@@ -51,7 +51,13 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         if runner.tokenizer is None:
             raise CheckpointError(files, "has no tokenizer: only the library runs it, from token ids")
         recipe = _find_recipe(args.recipe, model_type, runner.tokenizer)
-        engine = Engine(runner, prefix_cache=args.prefix_cache, overlap=args.overlap, record=args.record)
+        engine = Engine(
+            runner,
+            prefix_cache=args.prefix_cache,
+            overlap=args.overlap,
+            policy=policy(args),
+            record=args.record,
+        )
         bar.close(_describe(runner, engine, has_prefix_cache=args.prefix_cache))
     with ProgressBar("compiling") as bar:
         runner.compile(bar.update)
@@ -59,6 +65,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
     with ProgressBar("loading") as bar:
         runner.warm_up(bar.update)
         bar.close(args.source)
+    print(f"runs with: {engine.resolved}", file=sys.stderr)
     print(f"sampling unless told otherwise: {sampling}", file=sys.stderr)
     return LoadedModel(_served_name(args.source), engine, runner.tokenizer, recipe, sampling)
 

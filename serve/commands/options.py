@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resin.models.registry import DEFAULT_MODEL
 from resin.plan.cache import FP8_DTYPE
 from resin.recipes import NATIVE_RECIPES
+from resin.sched.policy import Policy
 from resin.settings import SETTINGS
 
 if TYPE_CHECKING:
     from resin.runtime import RunnerOptions
 
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers, comma-separated."""
+    return tuple(int(part) for part in text.split(","))
+
+
 # Flags of RunnerOptions' fields: the field, the flag where it has another name, the value's type, placeholder and
 # meaning. `--help` must not wait for JAX, so that defaults of the platform are words here.
-_RUNNER_FLAGS: tuple[tuple[str, str, type, str, str], ...] = (
+_RUNNER_FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     (
         "max_context_tokens",
         "context-length",
@@ -24,7 +33,35 @@ _RUNNER_FLAGS: tuple[tuple[str, str, type, str, str], ...] = (
         "TOKENS",
         "longest sequence, prompt and answer; default: the model's own limit, at most 4096 on a CPU and 32768 on a GPU",
     ),
-    ("max_sequences", "max-sequences", int, "N", "sequences that run at once; default %(default)s"),
+    (
+        "max_sequences",
+        "max-sequences",
+        int,
+        "N",
+        "sequences that run at once; default: 1 in resin chat, else 16 on a CPU, and as many as memory holds on a GPU "
+        "(256 at most)",
+    ),
+    (
+        "max_penalised",
+        "max-penalised",
+        int,
+        "N",
+        "of these, sequences with penalties; default: those whose tokens 32 MiB count",
+    ),
+    (
+        "decode_sequences",
+        "decode-buckets",
+        sizes,
+        "N,N,...",
+        "sequences that decode steps are compiled for, rising; default: a table up to --max-sequences",
+    ),
+    (
+        "prefill_tokens",
+        "prefill-buckets",
+        sizes,
+        "N,N,...",
+        "tokens that prefill steps are compiled for, rising; default: a table up to --max-plan-tokens",
+    ),
     (
         "max_plan_tokens",
         "max-plan-tokens",
@@ -78,12 +115,15 @@ _RUNNER_CHOICES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
+_POLICY: dict[str, Any] = {field.name: field.default for field in fields(Policy)}
+
+
 def environment_epilog() -> str:
     """The environment variables, for the end of a help text."""
     return "environment:\n" + "\n".join(f"  {setting.name:14} {setting.meaning}" for setting in SETTINGS)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequences: int) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequences: int | None = None) -> None:
     """The arguments that `load_model` reads."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n\n".join(part for part in (parser.epilog, environment_epilog()) if part)
@@ -117,9 +157,30 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequences: int) 
     group.add_argument(
         "--overlap",
         type=int,
-        default=1,
         metavar="N",
-        help="plans in flight while the next is made (default %(default)s; 0 waits, 2 suits steps below 1.5 ms)",
+        help="plans in flight while the next is made, 0 to wait for each; default: 1, or 2 where a measurement at the "
+        "start finds steps shorter than reading one back",
+    )
+    group.add_argument(
+        "--decode-wait-ms",
+        type=float,
+        default=1e3 * _POLICY["decode_wait_s"],
+        metavar="MS",
+        help="prefill that answers under way wait for between two of their tokens, as measured at the start; "
+        "default %(default)g",
+    )
+    group.add_argument(
+        "--prefill-streak-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="the same in tokens of the prefill buckets, whatever was measured; default: by --decode-wait-ms",
+    )
+    group.add_argument(
+        "--aging-s",
+        type=float,
+        default=_POLICY["aging_s"],
+        metavar="SECONDS",
+        help="waiting that is worth one level of priority; default %(default)g",
     )
     group.add_argument(
         "--record", type=Path, metavar="FILE", help="write every plan and its tokens, for python -m bench replay FILE"
@@ -138,6 +199,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def chosen_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """What the arguments say about sampling, None for what they leave."""
     return {name: getattr(args, name, None) for name in ("temperature", "top_p", "top_k", "max_output_tokens")}
+
+
+def policy(args: argparse.Namespace) -> Policy:
+    """What the arguments say about scheduling."""
+    return Policy(
+        aging_s=args.aging_s,
+        decode_wait_s=args.decode_wait_ms / 1e3,
+        prefill_streak_tokens=args.prefill_streak_tokens,
+    )
 
 
 def runner_options(args: argparse.Namespace) -> RunnerOptions:

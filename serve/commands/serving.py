@@ -37,7 +37,7 @@ _LIMITS = {
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the subcommand."""
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__)
-    add_model_arguments(parser, max_sequences=16)
+    add_model_arguments(parser)
     add_sampling_arguments(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")

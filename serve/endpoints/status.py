@@ -53,6 +53,7 @@ async def get_health(request: web.Request) -> web.Response:
         "answer_tokens": min(service.sampling.max_output_tokens, longest),  # what the page asks for
         "active_sessions": service.actor.active,
         "queued": service.actor.queued,
+        "config": service.engine.resolved.as_record(),
     }
     return json_response(state, status=200 if status == "ok" else 503)
 

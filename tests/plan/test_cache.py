@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from resin import CacheGeometry, CacheGroup, HistoryGroup, InvalidRequest, Plane, StateGroup, WindowGroup, plan_geometry
-from resin.plan.cache import ITEMSIZE, entry_bytes, fp8_scales, with_kv_dtype
+from resin.plan.cache import ITEMSIZE, GroupGeometry, entry_bytes, fp8_scales, pages_of_sequence, with_kv_dtype
 
 
 def kv(layers: int, heads: int, width: int) -> tuple[Plane]:
@@ -265,3 +265,18 @@ def test_vectors_of_broken_elements_are_refused() -> None:
         with_kv_dtype(groups, "float8_e4m3fn", scale=1.0, arena_dtype="float32")
     with pytest.raises(InvalidRequest, match=r"kv\.scale"):
         plan_geometry((HistoryGroup("h", (Plane("kv", 4, 64, "float8_e4m3fn", scale=0.0),)),), arena_dtype="uint16")
+
+
+@pytest.mark.parametrize("span", [1, 4, 16])
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 33])
+def test_pages_of_a_sequence_are_those_that_its_new_tokens_see(span: int, window: int) -> None:
+    history, fill = HistoryGroup("h", (Plane("kv", 1, 4),)), GroupGeometry(span, span, 0, 0.0)
+    cyclic = WindowGroup("w", (Plane("kv", 1, 4),), window)
+    for tokens in range(1, 80):
+        for new in range(1, min(tokens, 24) + 1):
+            starts = range(tokens - new + 1)
+            seen = max((start + new - 1) // span - max(start - window + 1, 0) // span + 1 for start in starts)
+            bound = pages_of_sequence(cyclic, fill, tokens, new)
+            assert seen <= bound <= seen + 1
+            assert pages_of_sequence(history, fill, tokens, new) == -(-tokens // span)
+    assert pages_of_sequence(StateGroup("s", (Plane("s", 1, 4),)), GroupGeometry(1, 0, 3, 0.0), 9) == 3

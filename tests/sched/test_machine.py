@@ -43,6 +43,7 @@ MIXES["5 and 2"] = (history_group(), window_group(7))
 MIXES["15, 7 and state"] = (history_group(), window_group(20), state_group(16))
 CONTEXT_TOKENS = 96
 MAX_PREFILL_STREAK = 3
+SMALLEST_BUCKET = 8
 
 
 class Driver:
@@ -63,7 +64,7 @@ class Driver:
             prefix_cache=prefix_cache,
             overlap=overlap,
             cache_pages=1 + lone + spare_pages,
-            policy=Policy(aging_s=10, max_prefill_streak=MAX_PREFILL_STREAK),
+            policy=Policy(aging_s=10, prefill_streak_tokens=SMALLEST_BUCKET * MAX_PREFILL_STREAK),
             clock=self.clock,
         )
         self.shared = [self.random.randrange(VOCAB) for _ in range(CONTEXT_TOKENS)]

@@ -262,7 +262,7 @@ def test_plans_read_the_shared_pages_as_soon_as_twins_share_them(page_tokens: in
     """A long prompt takes the pages that a twin gave back, while the twins decode without growing."""
     config = fake_config((history_group(),), max_plan_tokens=64, page_tokens=page_tokens)
     runner = OverlapFake(config)
-    with Engine(runner, prefix_cache=True, policy=Policy(max_prefill_streak=1)) as engine:
+    with Engine(runner, prefix_cache=True, policy=Policy(prefill_streak_tokens=1)) as engine:
         oracle = Oracle(engine, runner)
         prompt = list(range(page_tokens + 1))
         params = SamplingParams(max_output_tokens=30, temperature=0)

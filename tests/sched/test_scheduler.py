@@ -75,7 +75,8 @@ def with_buckets(config: RunnerConfig, prefill_pages: list[int], decode_pages: l
         ({"aging_s": -1.0}, "aging_s"),
         ({"aging_s": math.nan}, "aging_s"),
         ({"aging_s": math.inf}, "aging_s"),
-        ({"max_prefill_streak": 0}, "max_prefill_streak"),
+        ({"prefill_streak_tokens": 0}, "prefill_streak_tokens"),
+        ({"decode_wait_s": 0}, "decode_wait_s"),
         ({"max_plan_tokens": 0}, "max_plan_tokens"),
         ({"max_plan_tokens": -5}, "max_plan_tokens"),
     ],
@@ -200,7 +201,7 @@ def test_plans_take_the_smallest_bucket() -> None:
 def test_a_starving_prefill_gets_the_pages_of_younger_decoding_rows(runner_class: type[PagedFake]) -> None:
     """The decoding row grew while the long prompt, of better rank, was still coming in; it goes when room runs out."""
     config = fake_config((history_group(),), max_plan_tokens=8, max_sequences=2)
-    policy = Policy(max_prefill_streak=1)
+    policy = Policy(prefill_streak_tokens=8)
     with Engine(runner_class(config), context_length=220, cache_pages=1 + 56, policy=policy) as engine:
         young = engine.submit(prompt(4), sampling_params=greedy(200), priority=-5)
         for _ in range(3):
@@ -448,7 +449,7 @@ def test_a_runner_without_cache_groups_lets_everybody_in() -> None:
 def test_a_blocked_prefill_of_better_rank_takes_pages_from_a_row_that_decodes(runner_class: type[PagedFake]) -> None:
     config = fake_config((history_group(),), max_sequences=2)
     runner = runner_class(config)
-    policy = Policy(max_prefill_streak=1, max_plan_tokens=4)
+    policy = Policy(prefill_streak_tokens=4, max_plan_tokens=4)
     with Engine(runner, cache_pages=1 + 22, context_length=84, policy=policy) as engine:
         young = engine.submit(prompt(8), sampling_params=greedy(70))
         for _ in range(4):

@@ -43,4 +43,4 @@ async def test_health_models_and_metrics(server: HttpServer) -> None:
     assert json.loads(await curl(f"{server.url}/v1/models"))["data"][0]["id"] == "scripted"
     text = await curl(f"{server.url}/metrics")
     assert "resin_http_requests_total" in text
-    assert 'resin_http_limit{name="max_active_sessions"} 128.0' in text
+    assert 'resin_http_limit{name="max_active_sessions"} 256.0' in text

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from resin import Policy
 from resin.runtime import RunnerOptions
 from resin.runtime.load import DEFAULTS
 from resin.settings import SETTINGS
 from serve.cli import build_parser
-from serve.commands.options import runner_options
+from serve.commands.options import policy, runner_options
 
-# Without a flag: axes that are not implemented, tables that follow from other flags, the seed of random weights.
-WITHOUT_FLAG = {"dp", "cp", "ep", "decode_sequences", "prefill_tokens", "seed"}
+# Without a flag: axes that are not implemented, the seed of random weights.
+WITHOUT_FLAG = {"dp", "cp", "ep", "seed"}
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -36,7 +37,22 @@ def test_every_runner_option_has_a_flag(command: str) -> None:
         args = parser.parse_args([*required, action.option_strings[0], *([] if action.nargs == 0 else [str(value)])])
         assert getattr(runner_options(args), field.name) != field.default or field.name == "fresh_attention"
     untouched = runner_options(parser.parse_args(required))
-    assert untouched == RunnerOptions(max_sequences=1 if command == "chat" else 16)
+    assert untouched == RunnerOptions(max_sequences=1 if command == "chat" else None)
+
+
+@pytest.mark.parametrize("command", ["chat", "serve", "generate"])
+def test_scheduling_buckets_and_overlap_have_flags(command: str) -> None:
+    parser = dict(parsers())[command]
+    required = ["--input", "a", "--output", "b"] if command == "generate" else []
+    untouched = parser.parse_args(required)
+    assert policy(untouched) == Policy() and untouched.overlap is None
+    given = ["--decode-wait-ms", "20", "--prefill-streak-tokens", "64", "--aging-s", "3", "--overlap", "0"]
+    args = parser.parse_args([*required, *given, "--decode-buckets", "1,8", "--prefill-buckets", "16,256"])
+    assert policy(args) == Policy(decode_wait_s=0.02, prefill_streak_tokens=64, aging_s=3) and args.overlap == 0
+    options = runner_options(args)
+    assert (options.decode_sequences, options.prefill_tokens) == ((1, 8), (16, 256))
+    with pytest.raises(SystemExit):
+        parser.parse_args([*required, "--decode-buckets", "1,many"])
 
 
 def test_every_option_with_a_value_says_its_default() -> None:

@@ -1,0 +1,67 @@
+"""What steps cost on this machine: measured once, at warm-up, with plans that hold no row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig, StepTimes, build_plan, plan_layout
+
+# A bucket that takes longer is the last that is measured: rows that decode are not to wait for it.
+LONGEST_S = 0.2
+# A step that takes longer hides any read-back behind one plan in flight.
+LONG_STEP_S = 0.01
+LAUNCHES = 16  # queued behind each other
+
+
+def measure_steps(
+    config: RunnerConfig, launch: Callable[[BatchPlan], Any], forward: Callable[[BatchPlan], Any]
+) -> StepTimes:
+    """Times programs that are compiled, on an arena that nobody uses yet.
+
+    Args:
+        config: its buckets, smallest first within a phase.
+        launch: starts a plan and returns arrays of its results.
+        forward: runs a plan and reads its results back.
+    """
+    prefill: list[tuple[int, float]] = []
+    if config.max_sequences > 1:  # else no row decodes while a prompt comes in
+        for bucket in _of_phase(config, Phase.PREFILL):
+            plan = empty_plan(config, bucket)
+            first_s = _seconds(launch, plan)
+            prefill.append((bucket.tokens, first_s if first_s > LONGEST_S else min(first_s, _seconds(launch, plan))))
+            if prefill[-1][1] > LONGEST_S:
+                break
+    plan = empty_plan(config, _of_phase(config, Phase.DECODE)[0])
+    forward(plan)
+    alone_s = min(_seconds(forward, plan) for _ in range(2))
+    if alone_s > LONG_STEP_S:
+        return StepTimes(tuple(prefill), alone_s, 0.0)
+    step_s = min(_seconds(launch, plan, LAUNCHES) for _ in range(2)) / LAUNCHES
+    return StepTimes(tuple(prefill), step_s, max(alone_s - step_s, 0.0))
+
+
+def empty_plan(config: RunnerConfig, bucket: Bucket) -> BatchPlan:
+    """A plan without rows: every place is padding, and what it writes goes to the scratch page and slot."""
+    layout = plan_layout(bucket, config.groups, config.geometry)
+    buffer = np.zeros(layout.words, np.int32)
+    layout.view(buffer, "slots")[:] = config.max_sequences
+    layout.view(buffer, "next_token")[:] = -1
+    return build_plan(config, bucket, buffer, step=0)
+
+
+def _of_phase(config: RunnerConfig, phase: Phase) -> list[Bucket]:
+    return [bucket for bucket in config.buckets if bucket.phase is phase]
+
+
+def _seconds(run: Callable[[BatchPlan], Any], plan: BatchPlan, times: int = 1) -> float:
+    """Of so many runs, one queued behind the other."""
+    started = time.perf_counter()
+    for _ in range(times):
+        results = run(plan)
+    jax.block_until_ready(results)
+    return time.perf_counter() - started
