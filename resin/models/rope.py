@@ -47,10 +47,10 @@ class Rope:
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates `[T, heads, D]` by `rotation`, in the dtype of x."""
-    cos, sin = (part.astype(x.dtype)[:, None, :] for part in rotation)
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    """Rotates `[T, heads, D]` by `rotation`, in float32, and rounds once."""
+    cos, sin = (part[:, None, :] for part in rotation)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
 def _plain(given: ConfigReader, width: int) -> np.ndarray:

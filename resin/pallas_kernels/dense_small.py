@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, add_bias, run_product
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
 from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.gpu import H200, Gpu
-from resin.pallas_kernels.norms import normalise
 
 
 def dense_small(
@@ -107,29 +105,3 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
     if residual_ref is not None:
         out = out + plgpu.load(residual_ref.at[at], mask=inside, other=0).astype(jnp.float32)
     plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
-
-
-def dense_small_ref(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    norm: jax.Array | None = None,
-    eps: float = 1e-6,
-    bias: jax.Array | None = None,
-    gate: Gate | None = None,
-    residual: jax.Array | None = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    counters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The same function in plain XLA: float32 sums, x normalised in x's dtype. Arguments as in `dense_small`."""
-    out_dtype = out_dtype or x.dtype
-    x = normalise(x, norm, eps)
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.dot(x, weight, precision=exact, preferred_element_type=jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)[None, :]
-    if gate is not None:
-        out = gate(*jnp.split(out, 2, axis=-1))
-    if residual is not None:
-        out = out + residual.astype(jnp.float32)
-    return out.astype(out_dtype), counters

@@ -296,34 +296,3 @@ def _product(operands: _Operands, out_ref, expert, pair, live, block, spec: _Spe
     place = jnp.where(live, pair, NOWHERE)
     inside = live[:, None] & (column < spec.columns)[None, :]
     plgpu.store(out_ref.at[place[:, None], column[None, :]], out.astype(out_ref.dtype), mask=inside)
-
-
-def expert_ffn_ref(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    *,
-    gate: Gate = SILU,
-    biases: tuple[jax.Array, jax.Array] | None = None,
-    factor: jax.Array | None = None,
-    residual: jax.Array | None = None,
-) -> jax.Array:
-    """The same in plain XLA: every expert over every token, masked by its weight. Arguments as in `expert_ffn`."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    experts = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
-    share = jnp.sum(jnp.where(expert_ids[None] == experts[:, None, None], expert_weights[None], 0.0), axis=2)
-
-    def add_expert(total: jax.Array, values: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        first, second, weight, *bias = values
-        joined = jnp.dot(x, first, precision=exact, preferred_element_type=jnp.float32)
-        joined = joined if factor is None else joined * factor[:, None]
-        joined = joined if biases is None else joined + bias[0].astype(jnp.float32)[None, :]
-        inner = gate(*jnp.split(joined, 2, axis=-1)).astype(x.dtype)
-        out = jnp.dot(inner, second, precision=exact, preferred_element_type=jnp.float32)
-        out = out if biases is None else out + bias[1].astype(jnp.float32)[None, :]
-        return total + weight[:, None] * out, None
-
-    total, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), (gate_up, down, share, *(biases or ())))
-    return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)

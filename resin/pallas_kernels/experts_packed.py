@@ -13,11 +13,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from resin.pallas_kernels.experts import expert_ffn_ref, sort_pairs
+from resin.pallas_kernels.experts import sort_pairs
 from resin.pallas_kernels.experts_mxfp4 import FragmentTiles, SortedRows, packed_product, sort_rows
 from resin.pallas_kernels.experts_mxfp4_sorted import SORTED, packed_sorted_product
 from resin.pallas_kernels.gates import SILU, Gate
-from resin.pallas_kernels.mxfp4 import TILE_ROWS, PackedMatrices, unpack_matrices
+from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.route import NormedRows
 
 FEW_PAIRS = 512  # most that the first way takes
@@ -109,33 +109,3 @@ def choose_tiles(tokens: int) -> tuple[FragmentTiles, FragmentTiles, int]:
     if tokens <= 8:
         return FragmentTiles(1, 2), FragmentTiles(1, 2), 1
     return FragmentTiles(2, 1), FragmentTiles(2, 1), 2
-
-
-def packed_expert_ffn_ref(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
-    gate_up: PackedMatrices,
-    down: PackedMatrices,
-    *,
-    gate: Gate = SILU,
-    biases: tuple[jax.Array, jax.Array] | None = None,
-    factor: jax.Array | None = None,
-    residual: jax.Array | None = None,
-) -> jax.Array:
-    """The same in plain XLA, over decoded matrices. Arguments as in `packed_expert_ffn`."""
-    inner = down.words.shape[1] * TILE_ROWS, gate_up.words.shape[1] * TILE_ROWS // 2
-    first, second = (unpack_matrices(each, k, x.dtype) for each, k in zip((gate_up, down), inner, strict=True))
-    experts, rows, width = first.shape
-    halves = first.reshape(experts, rows // TILE_ROWS, 2, 8, width).swapaxes(1, 2).reshape(first.shape)
-    return expert_ffn_ref(
-        x,
-        expert_ids,
-        expert_weights,
-        halves.swapaxes(1, 2),
-        second.swapaxes(1, 2),
-        gate=gate,
-        biases=biases,
-        factor=factor,
-        residual=residual,
-    )

@@ -13,12 +13,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.dense_body import ColumnBlock, Operands, ProductSpec, add_bias, run_product
-from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_head_tiles
 from resin.pallas_kernels.fp8 import check_kernel_arena, row_elements
 from resin.pallas_kernels.gpu import H200, Gpu
 from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
-from resin.pallas_kernels.rope_append import rope_append_ref
 from resin.pallas_kernels.tiles import plane_rows
 
 
@@ -134,43 +132,3 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
     for start, value in ((0, low), (heads.half, high)):
         plgpu.store(q_ref.at[token[:, None], block.number, start + lanes[None, :]], value, mask=asked)
     append_heads(arena_ref, halves, token, head, inside, new, planes_ref, heads)
-
-
-def project_heads_ref(
-    x: jax.Array,
-    weight: jax.Array,
-    new: NewTokens,
-    arena: jax.Array,
-    key_row: jax.Array | int,
-    value_row: jax.Array | int,
-    *,
-    heads: int,
-    kv_heads: int,
-    page_entries: int,
-    norm: jax.Array | None = None,
-    eps: float = 1e-6,
-    bias: jax.Array | None = None,
-    head_eps: float = 1e-6,
-    fp8_scale: float | None = None,
-    counters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The same function in plain XLA, one after the other. Arguments as in `project_heads`."""
-    joined, _ = dense_small_ref(x, weight, norm=norm, eps=eps, bias=bias)
-    joined = joined.reshape(x.shape[0], heads + 2 * kv_heads, -1)
-    q, arena, *_ = rope_append_ref(
-        joined,
-        new.cos,
-        new.sin,
-        arena,
-        new.append_pages,
-        new.append_offsets,
-        key_row,
-        value_row,
-        kv_heads=kv_heads,
-        page_entries=page_entries,
-        q_norm=new.q_norm,
-        k_norm=new.k_norm,
-        eps=head_eps,
-        fp8_scale=fp8_scale,
-    )
-    return q, arena, counters

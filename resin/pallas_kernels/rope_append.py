@@ -18,14 +18,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from resin.pallas_kernels.fp8 import check_kernel_arena, pack_fp8, row_elements
 from resin.pallas_kernels.heads import HeadSpec, NewTokens, append_heads, turn_heads
-from resin.pallas_kernels.norms import normalise
-from resin.pallas_kernels.tiles import NOWHERE, plane_rows
+from resin.pallas_kernels.tiles import NOWHERE, plane_rows, to_arena
 
 LARGE_TOKENS = 64
 
@@ -171,48 +169,29 @@ def _rope_append_kernel(x_ref, *refs, spec: _Spec):
     append_heads(arena_ref, halves, token, head, inside, new, planes_ref, heads)
 
 
-def rope_append_ref(
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+def append_rows(
     arena: jax.Array,
+    vectors: jax.Array,
     append_pages: jax.Array,
     append_offsets: jax.Array,
-    key_row: jax.Array | int,
-    value_row: jax.Array | int,
+    first_row: jax.Array | int,
     *,
-    kv_heads: int,
     page_entries: int,
-    q_norm: jax.Array | None = None,
-    k_norm: jax.Array | None = None,
-    eps: float = 1e-6,
     fp8_scale: float | None = None,
-    with_keys: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The same in plain XLA: rotation in float32, one scatter, which writes to page 0 as well.
+) -> jax.Array:
+    """The append alone, in plain XLA: one scatter, which writes to page 0 as well.
 
-    Arguments and result as in `rope_append`.
+    Args:
+        arena, append_pages, append_offsets, page_entries, fp8_scale: as in `rope_append`; the arena in any dtype.
+        vectors: `[T, R, D]`.
+        first_row: int32 scalar, rows of D elements from a page's start to the first of the R.
+
+    Returns:
+        The arena.
     """
-    heads, width = x.shape[1] - 2 * kv_heads, x.shape[2]
-    query, key, value = jnp.split(x, (heads, heads + kv_heads), axis=1)
-    if q_norm is not None and k_norm is not None:
-        query, key = normalise(query, q_norm, eps), normalise(key, k_norm, eps)
-    query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rows, width = vectors.shape[1:]
     elements = row_elements(width, arena.dtype, fp8_scale)
-    rows = arena.reshape(-1, elements)
-    head = page_entries * jnp.arange(kv_heads, dtype=jnp.int32)
     starts = append_pages * (arena.shape[1] // elements) + append_offsets
-    for plane, vectors in ((key_row, key), (value_row, value)):
-        if fp8_scale is not None:
-            vectors = pack_fp8(vectors, arena.dtype, fp8_scale)
-        elif arena.dtype == jnp.uint16:
-            vectors = lax.bitcast_convert_type(vectors, jnp.uint16)
-        index = starts[:, None] + (plane + head)[None, :]
-        rows = rows.at[index].set(vectors.astype(arena.dtype), mode="promise_in_bounds")
-    return query, rows.reshape(arena.shape), key if with_keys else None
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    index = starts[:, None] + (first_row + page_entries * jnp.arange(rows, dtype=jnp.int32))[None, :]
+    words = to_arena(vectors, arena.dtype) if fp8_scale is None else pack_fp8(vectors, arena.dtype, fp8_scale)
+    return arena.reshape(-1, elements).at[index].set(words, mode="promise_in_bounds").reshape(arena.shape)

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import pallas as pl
 
-from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.draw import sample_tokens_ref
-from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
-from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
+from resin.pallas_kernels.experts import expert_ffn
+from resin.pallas_kernels.experts_packed import packed_expert_ffn
 from resin.pallas_kernels.fresh_prefill import fresh_prefill_attention
 from resin.pallas_kernels.gpu import H200, Gpu
 from resin.pallas_kernels.paged_decode import paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.paged_ref import paged_decode_attention_ref, paged_prefill_attention_ref
-from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
-from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
-from resin.pallas_kernels.route import NormedRows, route_tokens, route_tokens_ref
+from resin.pallas_kernels.project_heads import project_heads
+from resin.pallas_kernels.rope_append import rope_append
+from resin.pallas_kernels.route import NormedRows, route_tokens
 from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.shift_state import shift_state, shift_state_ref
 from resin.pallas_kernels.tiles import MIN_ROWS
@@ -59,21 +59,29 @@ PLATFORMS = {"cuda": Backend.TRITON, "gpu": Backend.TRITON, "cpu": Backend.REFER
 
 
 @dataclass(frozen=True, slots=True)
+class ProductKernels:
+    """Products of few rows and what surrounds them; signatures are those of the functions named alike."""
+
+    dense: Callable[..., tuple[jax.Array, jax.Array | None]]
+    project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    route_tokens: Callable[..., tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]]
+    expert_ffn: Callable[..., jax.Array]
+    packed_expert_ffn: Callable[..., jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels of one platform; signatures are those of the functions named alike in this package."""
 
     backend: Backend
+    products: ProductKernels | None
+    """None where they are XLA's."""
     paged_decode: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
     paged_prefill: Callable[..., tuple[jax.Array, jax.Array | None]]
     fresh_prefill: Callable[..., jax.Array] | None
-    rope_append: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
-    dense: Callable[..., tuple[jax.Array, jax.Array | None]]
-    project_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
-    route_tokens: Callable[..., tuple[jax.Array, jax.Array, NormedRows, jax.Array | None]]
-    expert_ffn: Callable[..., jax.Array]
-    packed_expert_ffn: Callable[..., jax.Array]
-    sample_tokens: Callable[..., jax.Array]
     shift_state: Callable[..., tuple[jax.Array, jax.Array]]
+    sample_tokens: Callable[..., jax.Array]
 
 
 def pick_kernels(
@@ -91,33 +99,30 @@ def pick_kernels(
     if backend is Backend.REFERENCE:
         return Kernels(
             backend,
-            paged_decode_attention_ref,
-            paged_prefill_attention_ref,
-            None,
-            rope_append_ref,
-            dense_small_ref,
-            project_heads_ref,
-            route_tokens_ref,
-            expert_ffn_ref,
-            packed_expert_ffn_ref,
-            sample_tokens_ref,
-            shift_state_ref,
+            products=None,
+            paged_decode=paged_decode_attention_ref,
+            paged_prefill=paged_prefill_attention_ref,
+            fresh_prefill=None,
+            shift_state=shift_state_ref,
+            sample_tokens=sample_tokens_ref,
         )
     interpret = backend is Backend.INTERPRET
     fresh = functools.partial(fresh_prefill_attention, implementation="xla" if interpret else "cudnn")
     return Kernels(
         backend,
-        functools.partial(paged_decode_attention, gpu=gpu, interpret=interpret),
-        functools.partial(paged_prefill_attention, interpret=interpret),
-        fresh if has_fresh_prefill else None,
-        functools.partial(rope_append, interpret=interpret),
-        functools.partial(dense_small, gpu=gpu, interpret=interpret),
-        functools.partial(project_heads, gpu=gpu, interpret=interpret),
-        functools.partial(route_tokens, interpret=interpret),
-        functools.partial(expert_ffn, interpret=interpret),
-        functools.partial(packed_expert_ffn, interpret=interpret),
-        functools.partial(sample_tokens, interpret=interpret),
-        functools.partial(shift_state, interpret=interpret),
+        products=ProductKernels(
+            dense=functools.partial(dense_small, gpu=gpu, interpret=interpret),
+            project_heads=functools.partial(project_heads, gpu=gpu, interpret=interpret),
+            rope_append=functools.partial(rope_append, interpret=interpret),
+            route_tokens=functools.partial(route_tokens, interpret=interpret),
+            expert_ffn=functools.partial(expert_ffn, interpret=interpret),
+            packed_expert_ffn=functools.partial(packed_expert_ffn, interpret=interpret),
+        ),
+        paged_decode=functools.partial(paged_decode_attention, gpu=gpu, interpret=interpret),
+        paged_prefill=functools.partial(paged_prefill_attention, interpret=interpret),
+        fresh_prefill=fresh if has_fresh_prefill else None,
+        shift_state=functools.partial(shift_state, interpret=interpret),
+        sample_tokens=functools.partial(sample_tokens, interpret=interpret),
     )
 
 

@@ -16,8 +16,8 @@ from resin.pallas_kernels.dense_tiles import DenseTiles
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
-from resin.pallas_kernels.project_heads import project_heads, project_heads_ref
-from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.project_heads import project_heads
+from resin.pallas_kernels.rope_append import rope_append
 from tests.pallas_kernels.paged_cases import (
     PagedCase,
     build_case,
@@ -27,6 +27,7 @@ from tests.pallas_kernels.paged_cases import (
     fp8_case,
     relative_error,
 )
+from tests.pallas_kernels.references import project_heads_ref, rope_append_ref
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 RATIOS = (1, 2, 3, 4, 7, 8, 16)

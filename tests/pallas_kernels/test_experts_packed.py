@@ -12,9 +12,10 @@ import pytest
 from resin.models.loading.quantised import dequantise_mxfp4
 from resin.models.packed import Factors, PackedRows, Units, Words
 from resin.pallas_kernels.experts_mxfp4 import RAISE, FragmentTiles, packed_product, sort_rows
-from resin.pallas_kernels.experts_packed import FEW_PAIRS, packed_expert_ffn, packed_expert_ffn_ref
+from resin.pallas_kernels.experts_packed import FEW_PAIRS, packed_expert_ffn
 from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.mxfp4 import PackedMatrices, packed_shapes
+from tests.pallas_kernels.references import expert_ffn_ref
 
 GATES = [Gate(), Gate(alpha=1.702, limit=2.0, up_bias=1.0), Gate("gelu_tanh")]
 
@@ -68,7 +69,7 @@ SHAPES = [(1, 4, 8, 96, 48 * 2), (2, 2, 8, 64, 32), (9, 3, 4, 320, 64), (20, 2, 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference_matches_float64(shape: tuple[int, ...]) -> None:
-    check(shape, packed_expert_ffn_ref, 0)
+    check(shape, expert_ffn_ref, 0)
 
 
 # Interpreting costs as much as is unrolled: more than 8 tokens take two tiles of rows and of columns.
@@ -81,7 +82,7 @@ def test_kernels_match_float64(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("option", [1, 2])
 def test_other_gates_without_biases_factor_or_residual(option: int) -> None:
-    check((5, 2, 4, 64, 32), packed_expert_ffn_ref, option)
+    check((5, 2, 4, 64, 32), expert_ffn_ref, option)
     if option == 1:
         check((1, 2, 4, 64, 32), functools.partial(packed_expert_ffn, interpret=True), option)
 

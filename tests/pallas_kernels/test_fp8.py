@@ -11,9 +11,10 @@ from resin.pallas_kernels.fp8 import pack_fp8, unpack_fp8
 from resin.pallas_kernels.paged_decode import DecodeTiles, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import PrefillTiles, paged_prefill_attention
 from resin.pallas_kernels.paged_ref import paged_decode_attention_ref, paged_prefill_attention_ref
-from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.rope_append import rope_append
 from resin.plan import InvalidRequest
 from tests.pallas_kernels.paged_cases import build_case, dense_attention, fp8_case, relative_error
+from tests.pallas_kernels.references import rope_append_ref
 from tests.pallas_kernels.test_paged_attention import LENGTHS, options, run_decode, run_prefill
 from tests.pallas_kernels.test_rope_append import build
 

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.draw import sample_tokens_ref
-from resin.pallas_kernels.experts import expert_ffn, expert_ffn_ref
-from resin.pallas_kernels.experts_packed import packed_expert_ffn, packed_expert_ffn_ref
+from resin.pallas_kernels.experts import expert_ffn
+from resin.pallas_kernels.experts_packed import packed_expert_ffn
 from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.mxfp4 import PackedMatrices, pack_factors, pack_words, scale_shift
 from resin.pallas_kernels.paged_decode import MAX_ROWS, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
 from resin.pallas_kernels.paged_ref import paged_decode_attention_ref, paged_prefill_attention_ref
-from resin.pallas_kernels.rope_append import rope_append, rope_append_ref
+from resin.pallas_kernels.rope_append import rope_append
 from resin.pallas_kernels.route import RouteRule, route_tokens, route_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.shift_state import shift_state
@@ -35,6 +35,7 @@ from tests.pallas_kernels.grid import (
     poison_memory,
 )
 from tests.pallas_kernels.paged_cases import PagedCase, build_case, relative_error
+from tests.pallas_kernels.references import dense_small_ref, expert_ffn_ref, rope_append_ref
 from tests.pallas_kernels.state_cases import check_shift_state
 from tests.pallas_kernels.test_sampling import build_draw, build_logits
 
@@ -283,9 +284,7 @@ def test_packed_experts(tokens, experts, hidden, width):
     call["residual"] = jax.random.normal(keys[5], x.shape, jnp.bfloat16)
     poison_memory()
     columns = (x, ids.astype(jnp.int32), weights, *matrices)
-    out, expected = (
-        jax.jit(functools.partial(each, **call))(*columns) for each in (packed_expert_ffn, packed_expert_ffn_ref)
-    )
+    out, expected = (jax.jit(functools.partial(each, **call))(*columns) for each in (packed_expert_ffn, expert_ffn_ref))
     assert relative_error(out, np.asarray(expected, np.float64)) < 2 * BF16_ERROR
 
 

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.dense_small import dense_small, dense_small_ref
+from resin.pallas_kernels.dense_small import dense_small
 from resin.pallas_kernels.dense_tiles import DenseTiles, choose_dense_tiles
-from resin.pallas_kernels.experts import GroupedTiles, expert_ffn, expert_ffn_ref, grouped_product, sort_pairs
+from resin.pallas_kernels.experts import GroupedTiles, expert_ffn, grouped_product, sort_pairs
 from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.gpu import H200
 from tests.pallas_kernels.paged_cases import relative_error
+from tests.pallas_kernels.references import dense_small_ref, expert_ffn_ref
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.rope_append import AppendTiles, rope_append, rope_append_ref
+from resin.pallas_kernels.rope_append import AppendTiles, rope_append
+from tests.pallas_kernels.references import rope_append_ref
 
 
 def build(tokens: int, heads: int, kv_heads: int, width: int, entries: int, norm: bool):

@@ -1,15 +1,15 @@
-"""The table picks references on CPU and kernel bodies elsewhere, and both compute the same."""
+"""The table picks references and XLA products on CPU, and kernel bodies elsewhere."""
 
 import numpy as np
 import pytest
 
-from resin.pallas_kernels.dense_small import dense_small_ref
 from resin.pallas_kernels.paged_ref import paged_decode_attention_ref
 from resin.pallas_kernels.table import Backend, pick_kernels, takes_dense_kernel, takes_heads_kernel, takes_route_kernel
 
 
 def test_platforms():
     assert pick_kernels("cpu").paged_decode is paged_decode_attention_ref
+    assert pick_kernels("cpu").products is None
     assert pick_kernels("cuda").backend is pick_kernels("gpu").backend is Backend.TRITON
     assert pick_kernels("tpu").backend is Backend.REFERENCE
     assert pick_kernels("cpu", backend=Backend.INTERPRET).backend is Backend.INTERPRET
@@ -23,11 +23,11 @@ def test_attention_without_pages_is_there_beside_kernel_bodies():
 
 
 @pytest.mark.parametrize("rows", [3, 33])
-def test_interpreted_table_agrees_with_the_reference(rows):
+def test_interpreted_products_are_right(rows):
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 64), (64, 128)))
-    out, _ = pick_kernels("cpu", backend=Backend.INTERPRET).dense(x, weight)
-    np.testing.assert_allclose(out, dense_small_ref(x, weight)[0], rtol=0, atol=1e-4)
+    out, _ = pick_kernels("cpu", backend=Backend.INTERPRET).products.dense(x, weight)
+    np.testing.assert_allclose(out, x @ weight, rtol=0, atol=1e-4)
 
 
 ROWS = (1, 16, 32, 64, 128, 256)

@@ -14,11 +14,10 @@ from resin.models.cache.protocol import AppendTarget, Attend, Heads, PlaneRef
 from resin.models.cache.shift import shift_chunks
 from resin.models.tokens import Tokens
 from resin.pallas_kernels.counters import Counters
-from resin.pallas_kernels.fp8 import pack_fp8
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
+from resin.pallas_kernels.rope_append import append_rows
 from resin.pallas_kernels.shift_state import read_states, write_states
-from resin.pallas_kernels.table import Backend, Kernels
-from resin.pallas_kernels.tiles import to_arena
+from resin.pallas_kernels.table import Kernels
 from resin.plan import (
     CacheGeometry,
     CacheGroup,
@@ -67,7 +66,6 @@ class PagedCache:
         self._tokens = tokens
         self._groups = {group.name: (group, fill) for group, fill in zip(groups, geometry.groups, strict=True)}
         self._kernels = kernels
-        self._is_reference = kernels.backend is Backend.REFERENCE
         self._fresh_prefill = kernels.fresh_prefill if is_fresh else None
         self._fresh: dict[PlaneRef, jax.Array] = {}
         self._counters = Counters()
@@ -75,20 +73,16 @@ class PagedCache:
     def append(self, plane: PlaneRef, vectors: jax.Array) -> None:
         rows = self._rows(plane)
         with jax.named_scope("append"):
-            heads = _start(rows, plane) + rows.page_entries * jnp.arange(plane.rows, dtype=jnp.int32)
-            pages, offsets = self._destinations(plane)
-            index = (pages * rows.rows_per_page + offsets)[:, None] + heads[None, :]
-            if rows.fp8_scale is None:
-                words = to_arena(vectors, self.arena.dtype)
-            else:
-                words = pack_fp8(vectors, self.arena.dtype, rows.fp8_scale)
-            flat = self.arena.reshape(-1, words.shape[-1])
-            flat = flat.at[index].set(words, mode="promise_in_bounds")
-            self.arena = flat.reshape(self.arena.shape)
+            self.arena = append_rows(
+                self.arena,
+                vectors,
+                *self._destinations(plane),
+                _start(rows, plane),
+                page_entries=rows.page_entries,
+                fp8_scale=rows.fp8_scale,
+            )
 
-    def target(self, plane: PlaneRef, how: Attend, sinks: jax.Array | None) -> AppendTarget | None:
-        if self._is_reference:
-            return None
+    def target(self, plane: PlaneRef, how: Attend, sinks: jax.Array | None) -> AppendTarget:
         rows = self._rows(plane)
         keys, values = plane.halves()
         return AppendTarget(

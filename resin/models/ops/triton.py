@@ -16,7 +16,7 @@ from resin.pallas_kernels.gates import Gate, GateFunction
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.route import RouteRule
-from resin.pallas_kernels.table import Kernels, takes_dense_kernel, takes_heads_kernel, takes_route_kernel
+from resin.pallas_kernels.table import ProductKernels, takes_dense_kernel, takes_heads_kernel, takes_route_kernel
 
 
 class TritonOps:
@@ -26,7 +26,7 @@ class TritonOps:
         kernels: of the device. One object serves one pass: kernels hand counters on from layer to layer.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: ProductKernels) -> None:
         self._kernels = kernels
         self._xla = XlaOps()
         self._counters = Counters()
