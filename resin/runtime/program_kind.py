@@ -25,7 +25,7 @@ class ProgramKind(enum.Enum):
     PLAIN = "plain"
     """No special row."""
     FEW = "few"
-    """Up to FEW_ROWS special rows of many: decode."""
+    """Up to FEW_ROWS special rows of more than FEW_OF_ROWS: decode."""
     ALL = "all"
     """Any rows may be special; in prefill, prompts may be scored."""
     FRESH = "fresh"
@@ -68,7 +68,7 @@ def bucket_kinds(
     if kernels.backend is Backend.REFERENCE:
         return (ProgramKind.ANY,)
     kinds: tuple[ProgramKind, ...] = (ProgramKind.PLAIN, ProgramKind.ALL)
-    if bucket.phase is Phase.DECODE and bucket.sequences > FEW_ROWS:
+    if bucket.phase is Phase.DECODE and FEW_ROWS in special_counts(bucket.sequences)[:-1]:
         kinds = (ProgramKind.PLAIN, ProgramKind.FEW, ProgramKind.ALL)
     is_long = bucket.phase is Phase.PREFILL and bucket.tokens >= FRESH_BUCKET_TOKENS
     if kernels.fresh_prefill is None or not is_long or tp > 1 or not _has_fresh_layers(config, dtype):

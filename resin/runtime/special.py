@@ -19,14 +19,16 @@ from resin.runtime.slots import MAX_COUNT, SlotTable, count_outputs
 
 Columns = Mapping[str, jax.Array]
 
-FEW_ROWS = 8
+# Special rows that the program for a few takes, and most rows of a batch that has none: adjusting and scoring all of 32
+# rows of a vocabulary of 128k took 2.6 % of Llama-3.1-8B's step on an H200, up to 8 of them 1.7 %.
+FEW_ROWS, FEW_OF_ROWS = 8, 32
 # Masks travel in blocks of this many rows, so that one block of zeros stands for all masks that a plan lacks.
 MASK_ROWS = 8
 
 
 def special_counts(sequences: int) -> tuple[int, ...]:
     """Every R that a decode plan of B sequences may take, rising."""
-    return (0, FEW_ROWS, sequences) if sequences > FEW_ROWS else (0, sequences)
+    return (0, FEW_ROWS, sequences) if sequences > FEW_OF_ROWS else (0, sequences)
 
 
 def mask_blocks(rows: int) -> int:

@@ -19,7 +19,7 @@ from resin.plan import Bucket, Phase, RunnerConfig, SamplingParams
 from resin.plan.flags import SPECIAL
 from resin.runtime.program_kind import ProgramKind
 from resin.runtime.sampling import Sampled, sample
-from resin.runtime.special import FEW_ROWS, MASK_ROWS, mask_blocks, special_counts
+from resin.runtime.special import FEW_OF_ROWS, FEW_ROWS, MASK_ROWS, mask_blocks, special_counts
 from tests.plan_builder import PlannedSequence
 from tests.runtime.test_sampling import VOCAB, blocks_of, empty_columns, empty_slots, fill_row, load
 
@@ -88,7 +88,7 @@ def draw(rows: Sequence[Row | None], counts: tuple[int, ...]) -> Sampled:
 def check_counts(rows: Sequence[Row | None]) -> None:
     """Tokens, logprobs, counts and last tokens are the same whatever program runs the plan, and each row's alone."""
     number = sum(row is not None and row.is_special for row in rows)
-    sizes = special_counts(len(rows))
+    sizes = (0, FEW_ROWS, len(rows))
     together = draw(rows, sizes)
     for count in sizes:
         if count < number:
@@ -146,10 +146,10 @@ def test_blocks_hold_the_masks_of_all_rows(rows: int) -> None:
 
 
 def test_programs_without_branches_take_one_number_of_special_rows() -> None:
-    for sequences in (1, 4, FEW_ROWS, FEW_ROWS + 1, 256):
+    for sequences in (1, FEW_ROWS, FEW_OF_ROWS, FEW_OF_ROWS + 1, 256):
         bucket = Bucket(Phase.DECODE, sequences, sequences, ())
         by_kind = {kind: kind.special_counts(bucket) for kind in ProgramKind}
         assert by_kind[ProgramKind.PLAIN] == by_kind[ProgramKind.FRESH] == (0,)
         assert by_kind[ProgramKind.ALL] == (sequences,) and by_kind[ProgramKind.FEW] == (FEW_ROWS,)
-        assert by_kind[ProgramKind.ANY][0] == 0 and by_kind[ProgramKind.ANY][-1] == sequences
-        assert (FEW_ROWS in by_kind[ProgramKind.ANY]) == (sequences >= FEW_ROWS)
+        few = (FEW_ROWS,) if sequences > FEW_OF_ROWS else ()
+        assert by_kind[ProgramKind.ANY] == (0, *few, sequences)

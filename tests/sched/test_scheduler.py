@@ -468,3 +468,33 @@ def test_a_blocked_prefill_of_better_rank_takes_pages_from_a_row_that_decodes(ru
         for request in (young, old):
             count = len(request.output_ids)
             assert request.output_ids == expected_tokens(config, request.prompt_ids.tolist(), count)
+
+
+@RUNNERS
+def test_penalised_requests_wait_for_rows_of_counts(runner_class: type[PagedFake]) -> None:
+    """They run, two at a time, in the order in which they came, and take no row from one another."""
+    config = replace(fake_config((history_group(),), max_sequences=6), max_penalised=2)
+    runner = runner_class(config)
+    params = [replace(greedy(6), presence_penalty=float(i % 3 > 0)) for i in range(9)]
+    with Engine(runner) as engine:
+        sent = [engine.submit(prompt(4, i), sampling_params=each) for i, each in enumerate(params)]
+        started: list[int] = []
+        while engine.has_work():
+            engine.step()
+            engine.scheduler.check_integrity()
+            held = [each for each in engine.scheduler.running() if each.params.has_penalties]
+            rows = [int(engine.scheduler.table.count_row[each.slot]) for each in held]
+            assert len(held) <= 2 and len(set(rows)) == len(rows) and set(rows) <= {0, 1}
+            started += [each.id for each in sent if each.output_ids and each.id not in started]
+    assert [each.take_result() for each in sent] == [expected_tokens(config, prompt(4, i), 6) for i in range(9)]
+    assert started == sorted(started)
+
+
+def test_more_penalised_sequences_than_sequences_are_refused() -> None:
+    for number in (0, 5):
+        with pytest.raises(InvalidRequest, match=f"max_penalised={number}.*1 to max_sequences"):
+            RunnerConfig(max_sequences=4, max_penalised=number)
+    assert (RunnerConfig(max_sequences=4).count_rows, RunnerConfig(max_sequences=4, max_penalised=3).count_rows) == (
+        4,
+        3,
+    )

@@ -33,6 +33,28 @@ def test_slots_are_given_out_once_and_come_back() -> None:
     assert again.slot == slot and table.requests[3] is None, "the last row is scratch"
 
 
+def test_only_penalised_requests_take_rows_of_counts() -> None:
+    table = SlotTable(4, 2)
+    plain, first, second, third = (
+        request(),
+        request(presence_penalty=1),
+        request(repetition_penalty=2),
+        request(min_p=1),
+    )
+    for each in (plain, first, second):
+        assert table.has_room(each)
+        table.take(each)
+    assert table.count_row[plain.slot] == 2, "scratch"
+    assert {int(table.count_row[first.slot]), int(table.count_row[second.slot])} == {0, 1}
+    assert table.has_room(third) and not table.has_room(request(frequency_penalty=1))
+    freed = int(table.count_row[first.slot])
+    table.give_back(first)
+    table.take(third)
+    assert table.count_row[third.slot] == 2, "the slot's last request had counts"
+    table.take(again := request(frequency_penalty=1))
+    assert table.count_row[again.slot] == freed and not table.has_room(plain), "no slot"
+
+
 def test_a_new_request_finds_nothing_of_the_old_one() -> None:
     table = SlotTable(1, 1)
     full = request(
