@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from resin import (
-    ArenaSpec,
     BatchPlan,
     Bucket,
     Engine,
@@ -85,22 +84,9 @@ class Case:
         cache = CacheManager(config.groups, config.geometry, 0, prefix_cache=False)
         return self.sequences * cache.pages_needed(self.max_context_tokens, self.plan_tokens)
 
-    def restricted(self, config: RunnerConfig) -> RunnerConfig:
-        """The config of a runner that has this case's buckets and no others."""
-        return replace(config, buckets=self.buckets(config), max_plan_tokens=self.plan_tokens)
-
-
-class CaseRunner:
-    """A bound runner as the engine of one case sees it: its buckets alone, and an arena that is there already."""
-
-    def __init__(self, runner: Any, case: Case) -> None:
-        self.config = case.restricted(runner.config)
-        self.forward = runner.forward
-        self.dispatch = runner.dispatch
-        self.collect = runner.collect
-
-    def bind(self, arena: ArenaSpec) -> None:
-        """The arena of the run serves every case."""
+    def changes(self, config: RunnerConfig) -> dict[str, Any]:
+        """What makes a config one with this case's buckets and no others."""
+        return {"buckets": self.buckets(config), "max_plan_tokens": self.plan_tokens}
 
 
 class PlanSource:
@@ -129,7 +115,7 @@ def resident_plan(case: Case, config: RunnerConfig, num_pages: int, params: Samp
     Raises:
         RuntimeError: the planner did not put the case into one plan.
     """
-    source = PlanSource(case.restricted(config))
+    source = PlanSource(replace(config, **case.changes(config)))
     # The last token of a decoding sequence is the first one that it emitted.
     lengths = [case.context_tokens - (case.phase is Phase.DECODE)] * case.sequences
     engine = Engine(

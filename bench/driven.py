@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.cases import PATIENT, Case, CaseRunner, random_prompts
+from bench.cases import PATIENT, Case, random_prompts
 from bench.roofline import burst_s
 from resin import BatchPlan, Engine, SamplingParams
 from resin.runtime import ModelRunner
@@ -70,7 +70,7 @@ def drive(
     start = max(1, case.context_tokens - growth // 2)
     engine_ms, bare_ms = [], []
     engine = Engine(
-        CaseRunner(runner, case),
+        runner.view(**case.changes(runner.config)),
         context_length=case.max_context_tokens,
         cache_pages=num_pages,
         policy=PATIENT,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench.cases import PATIENT, Case, CaseRunner, random_prompts, with_flags
+from bench.cases import PATIENT, Case, random_prompts, with_flags
 from resin import BatchPlan, Engine, Request, RowFlag, SamplingParams, StateGroup, TokenRow, TokensEvent
 from resin.models.forward import dense_pass
 from resin.models.weights import AbstractModel
@@ -165,7 +165,7 @@ def run_requests(
     params = SamplingParams(temperature=0, logprobs=top, max_output_tokens=outputs, ignore_stop=True)
     reported: dict[Request, list[TokenRow]] = {}
     engine = Engine(
-        CaseRunner(runner, case),
+        runner.view(**case.changes(runner.config)),
         context_length=case.max_context_tokens,
         cache_pages=num_pages,
         enable_metrics=False,

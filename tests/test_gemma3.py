@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from resin import ArenaSpec, Engine, SamplingParams
-from resin.conformance.generation import Job, SharedRunner, Trace, forced, generate
+from resin.conformance.generation import Job, Trace, forced, generate
 from resin.conformance.plain import PlainForward
 from resin.models.loading import open_checkpoint_path
 from resin.models.registry import MODELS
@@ -56,7 +56,7 @@ def job(prompt: dict, *, lead: bool = False) -> Job:
 
 
 def run(runner: ModelRunner, jobs: list[Job], **options: object) -> list[Trace]:
-    with Engine(SharedRunner(runner, NUM_PAGES), enable_metrics=False, **options) as engine:  # type: ignore[arg-type]
+    with Engine(runner.view(), enable_metrics=False, **options) as engine:  # type: ignore[arg-type]
         return generate(engine, jobs)
 
 
@@ -92,7 +92,7 @@ def test_plain_forward_scores_what_the_engine_serves(runner: ModelRunner) -> Non
 def test_prefix_hit_past_the_window_equals_the_cold_run(runner: ModelRunner) -> None:
     params = SamplingParams(max_output_tokens=len(LONG["generated_ids"]), temperature=0, logprobs=1)
     again = Job(np.asarray(LONG["prompt_ids"], np.int32), params)
-    with Engine(SharedRunner(runner, NUM_PAGES), prefix_cache=True, enable_metrics=False) as engine:
+    with Engine(runner.view(), prefix_cache=True, enable_metrics=False) as engine:
         cold, warm = generate(engine, [again, again], alone=True)
     align = runner.config.geometry.align_tokens
     assert cold.request.prefix_hit_tokens == 0

@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from resin import (
-    ArenaSpec,
-    BatchPlan,
     Bucket,
     Engine,
-    ForwardOutput,
     Request,
     RunnerConfig,
     SamplingParams,
     TokensEvent,
 )
-from resin.plan import InvalidRequest
 
 TOP = 5
-
-
-class SharedRunner:
-    """A bound runner as engines see it one after another: same programs, same arena, a config of their own.
-
-    Args:
-        runner: bound and warm.
-        pages: of its arena.
-        changes: fields of its config to replace; limits may shrink, buckets may be left out.
-    """
-
-    def __init__(self, runner: Any, pages: int, **changes: Any) -> None:
-        self._runner = runner
-        self._pages = pages
-        self.config: RunnerConfig = replace(runner.config, **changes)
-
-    def free_pages(self) -> int:
-        return self._pages
-
-    def bind(self, arena: ArenaSpec) -> None:
-        if arena.num_pages > self._pages:
-            raise InvalidRequest("num_pages", arena.num_pages, f"at most {self._pages}")
-
-    def accept(self, plan: BatchPlan) -> None:
-        self._runner.accept(plan)
-
-    def dispatch(self, plan: BatchPlan) -> Any:
-        return self._runner.dispatch(plan)
-
-    def collect(self, handle: Any) -> ForwardOutput:
-        output: ForwardOutput = self._runner.collect(handle)
-        return output
-
-    def forward(self, plan: BatchPlan) -> ForwardOutput:
-        return self.collect(self.dispatch(plan))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from resin import ArenaSpec, Engine, HistoryGroup, Policy, SamplingParams, StateGroup, WindowGroup
-from resin.conformance.generation import TOP, Comparison, Job, SharedRunner, Trace, compare, generate
+from resin.conformance.generation import TOP, Comparison, Job, Trace, compare, generate
 from resin.conformance.plain import PlainForward
 from resin.conformance.report import Check, Report
 from resin.conformance.tolerance import ENGINE_SPREADS, FP8_SHARE, REFERENCE_SPREADS, rounding_share
@@ -144,8 +144,7 @@ class ConformanceKit:
 
     def engine(self, *, overlap: int = 0, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         """An engine over the shared runner; `changes` replace fields of its config."""
-        shared = SharedRunner(self.runner, self.pages, **(changes or {}))
-        return Engine(shared, overlap=overlap, enable_metrics=False, **options)
+        return Engine(self.runner.view(**(changes or {})), overlap=overlap, enable_metrics=False, **options)
 
     def build_serving_runner(self) -> ModelRunner:
         """A runner in bfloat16 with the kernels of a GPU, interpreted where there is none."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from resin import ArenaSpec, Engine
 from resin.conformance.equalities import Found
-from resin.conformance.generation import Job, SharedRunner, Trace, generate
+from resin.conformance.generation import Job, Trace, generate
 from resin.conformance.kit import ConformanceKit
 from resin.conformance.plain import PlainForward
 from resin.conformance.tolerance import SERVING_SPREADS
@@ -48,7 +48,7 @@ def _serve(kit: ConformanceKit, runner: ModelRunner) -> list[Trace]:
     jobs = [Job(job.prompt, replace(job.params, max_output_tokens=OUTPUT_TOKENS)) for job in kit.jobs[1:3]]
     pages = runner.free_pages()
     runner.bind(ArenaSpec(pages, runner.config.geometry.page_bytes, runner.config.arena_dtype))
-    with Engine(SharedRunner(runner, pages), enable_metrics=False) as engine:
+    with Engine(runner.view(), enable_metrics=False) as engine:
         return generate(engine, jobs)
 
 

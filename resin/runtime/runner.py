@@ -31,6 +31,7 @@ from resin.runtime.program_cache import ProgramCache
 from resin.runtime.programs import Programs
 from resin.runtime.slots import abstract_slots, load_arguments
 from resin.runtime.special import MASK_ROWS, mask_blocks
+from resin.runtime.view import RunnerView
 
 # Share of a GPU's free memory that the arena takes when nothing is said; the rest is for temporaries.
 GPU_CACHE_SHARE = 0.9
@@ -341,6 +342,14 @@ class ModelRunner:
     def forward(self, plan: BatchPlan) -> ForwardOutput:
         """`dispatch`, then `collect`."""
         return self.collect(self.dispatch(plan))
+
+    def view(self, **changes: Any) -> RunnerView:
+        """The runner as engines may bind it one after another while it stays bound, with changes of its config.
+
+        Raises:
+            InvalidRequest: not bound.
+        """
+        return RunnerView(self, self._bound_arena(), **changes)
 
     def step_times(self) -> StepTimes | None:
         """What steps take, as measured at warm-up."""

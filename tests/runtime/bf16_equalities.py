@@ -14,21 +14,22 @@ from typing import Any
 import numpy as np
 
 from resin import Engine, Policy, SamplingParams
-from resin.conformance.generation import Job, SharedRunner, Trace, generate
+from resin.conformance.generation import Job, Trace, generate
 from resin.plan import ArenaSpec, BatchPlan, Bucket, Phase
 from resin.runtime import ModelRunner
 from resin.runtime.program_kind import ProgramKind, plan_kind
+from resin.runtime.view import RunnerView
 from resin.sched.cache import CacheManager
 
 NEAR_TIE_NATS = 0.1
 PAGES = 160
 
 
-class KindRecorder(SharedRunner):
+class KindRecorder(RunnerView):
     """Notes which program runs each plan."""
 
-    def __init__(self, runner: ModelRunner, pages: int, **changes: Any) -> None:
-        super().__init__(runner, pages, **changes)
+    def __init__(self, runner: ModelRunner, arena: ArenaSpec, **changes: Any) -> None:
+        super().__init__(runner, arena, **changes)
         self._kinds = runner._programs.kinds
         self.seen: list[tuple[Phase, ProgramKind]] = []
 
@@ -64,7 +65,7 @@ class Bf16Equalities:
             return generate(engine, self.jobs, alone=alone)
 
     def engine(self, *, changes: Mapping[str, Any] | None = None, **options: Any) -> Engine:
-        return Engine(SharedRunner(self.runner, PAGES, **(changes or {})), enable_metrics=False, **options)
+        return Engine(self.runner.view(**(changes or {})), enable_metrics=False, **options)
 
     def pairs(self) -> list[tuple[Bucket, Bucket]]:
         """One prefill and one decode bucket each, the largest of both first."""
@@ -124,7 +125,7 @@ class Bf16Equalities:
         jobs = [Job(prompt.astype(np.int32), self._params) for prompt in prompts]
         with self.engine() as engine:
             expected = generate(engine, jobs, alone=True)
-        recorder, got = KindRecorder(self.runner, PAGES), []
+        recorder, got = KindRecorder(self.runner, self.runner._bound_arena()), []
         with Engine(recorder, enable_metrics=False, overlap=True) as engine:
             for job in jobs:
                 request = engine.submit(job.prompt, sampling_params=replace(job.params, logprobs=None))

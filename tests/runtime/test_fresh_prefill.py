@@ -112,7 +112,7 @@ def test_tokens_are_those_of_the_paged_program(equalities: Bf16Equalities) -> No
 
 
 def test_chunks_prefix_hits_and_company_read_pages(equalities: Bf16Equalities) -> None:
-    recorder = KindRecorder(equalities.runner, PAGES)
+    recorder = KindRecorder(equalities.runner, equalities.runner._bound_arena())
     params = SamplingParams(temperature=0, max_output_tokens=1, ignore_stop=True)
     with Engine(recorder, enable_metrics=False, prefix_cache=True) as engine:
 

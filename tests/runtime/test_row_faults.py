@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from resin import ArenaSpec, Engine, FinishReason, Request, RowFault, SamplingParams
-from resin.conformance.generation import SharedRunner
 from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, random_checkpoint
 from resin.pallas_kernels.draw import MOST, sample_tokens_ref
 from resin.pallas_kernels.sampling import sample_tokens
@@ -150,7 +149,7 @@ def poisoned_runner(**options: Any) -> ModelRunner:
 
 
 def poisoned_engine(options: dict[str, Any], overlap: int) -> Engine:
-    return Engine(SharedRunner(poisoned_runner(**options), 17), overlap=overlap, cache_pages=17, prefix_cache=True)
+    return Engine(poisoned_runner(**options).view(), overlap=overlap, cache_pages=17, prefix_cache=True)
 
 
 def only(*ids: int) -> Callable[[Sequence[int]], np.ndarray]:
