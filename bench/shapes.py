@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from resin import InvalidRequest
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo
+from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -225,7 +225,7 @@ class ShapeCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = {}
         self.quantised: Mapping[str, TensorInfo] = {}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
         raise CheckpointError(self.location, "this is a shape without weights", name)
 
     read_dequantised = read

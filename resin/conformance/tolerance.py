@@ -34,5 +34,5 @@ def rounding_share(model: AbstractModel, dtype: str) -> float:
         model: whose matrices follow each other.
         dtype: of the products' operands.
     """
-    inner = sum(leaf.shape[-2] for leaf in model.declarations if len(leaf.shape) > 1 and leaf.flops_per_token)
+    inner = sum(item.inner for item in model.declarations if item.flops_per_token)
     return float(jnp.finfo(dtype).eps) / 2 * math.sqrt(inner)

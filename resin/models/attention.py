@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from resin.models.assemblies import JoinedHeads, Transposed
 from resin.models.axes import Axis
 from resin.models.cache.protocol import Attend, PlaneRef
-from resin.models.declare import BIAS, Fused, FusedPart, Placement, Transposed, declare
+from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.ops.protocol import HeadOperands
@@ -57,26 +58,28 @@ class Attention(nnx.Module):
         self.entries = entries
         self.how = how
         self.rope = rope
-        fused = Fused((FusedPart(heads, width), FusedPart(kv_heads, width), FusedPart(kv_heads, width)), placement.tp)
+        joined = JoinedHeads(kv_heads, heads // kv_heads, width)
+        shape = kv_heads, heads // kv_heads + 2, width
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = declare(
-            (hidden, fused.columns()),
+            (hidden, *shape),
             placement,
             [f"{part}.weight" for part in inputs],
-            assembly=fused,
-            partition=(None, "tp"),
+            assembly=joined,
+            axes=(None, Axis.KV, None, None),
+            inner=hidden,
         )
         self.output = declare(
-            (heads * width, hidden), placement, f"{output}.weight", assembly=Transposed(), partition=("tp", None)
+            (heads * width, hidden), placement, f"{output}.weight", assembly=Transposed(), axes=(Axis.HEADS, None)
         )
         biases = [f"{part}.bias" for part in inputs]
         self.qkv_bias = (
-            declare((fused.columns(),), placement, biases, assembly=fused, partition=("tp",), init=BIAS)
+            declare(shape, placement, biases, assembly=joined, axes=(Axis.KV, None, None), inner=0, init=BIAS)
             if bias
             else None
         )
         self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if bias else None
-        self.sinks = declare((heads,), placement, f"{name}.sinks", partition=("tp",), init=BIAS) if sinks else None
+        self.sinks = declare((heads,), placement, f"{name}.sinks", axes=(Axis.HEADS,), init=BIAS) if sinks else None
         self.q_norm, self.k_norm = (
             RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus) if qk_norm_eps is not None else None
             for part in (q_norm, k_norm)
@@ -98,8 +101,8 @@ class Attention(nnx.Module):
 
     def _qkv(self) -> HeadOperands:
         return HeadOperands(
-            weight=self.qkv[...],
-            bias=None if self.qkv_bias is None else self.qkv_bias[...],
+            weight=self.qkv[...].reshape(self.qkv.shape[0], -1),
+            bias=None if self.qkv_bias is None else self.qkv_bias[...].reshape(-1),
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
             kv_heads=self.entries.rows // 2,
             width=self.entries.width,

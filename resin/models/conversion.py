@@ -1,21 +1,24 @@
-"""Saving weights as the devices hold them, and restoring them without any work on the host (Orbax)."""
+"""Saving weights as the model uses them, and restoring them on any mesh without work on the host (Orbax)."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from resin.models.declare import Placement
+from resin.models.assemblies import Same
+from resin.models.declare import Declaration, Placement
 from resin.models.families import read_model
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo, refuse_misfits
 from resin.models.loading.converted import FORMAT, MANIFEST, WEIGHTS, ConvertedCheckpoint
 from resin.models.tying import settled_settings
-from resin.models.weights import AbstractModel, Progress, load_weights
+from resin.models.weights import AbstractModel, Progress, load_weights, place_weight
 from resin.plan import InvalidRequest
 from resin.plan.extras import require
 
@@ -41,12 +44,12 @@ def convert_checkpoint(
     model: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Loads a checkpoint onto a mesh and saves it as it lies there.
+    """Loads a checkpoint onto a mesh and saves it, in shapes that no mesh shows in.
 
     Args:
         checkpoint: any checkpoint but a converted one.
         directory: where to; must not exist, or be empty.
-        mesh: devices to lay the weights out for.
+        mesh: devices that hold the weights meanwhile.
         dtype: of weights that have none of their own.
         model: "package.module:Name"; None finds it by `model_type`.
         progress: called while weights load.
@@ -55,7 +58,7 @@ def convert_checkpoint(
         The directory; `resin.json` in it is written last.
 
     Raises:
-        InvalidRequest: the directory is in use, or the model does not fit the mesh.
+        InvalidRequest: the directory is in use.
         CheckpointError: the weights cannot be read or written; what was written is removed.
     """
     require("serve", "orbax.checkpoint")
@@ -66,17 +69,16 @@ def convert_checkpoint(
         raise InvalidRequest("directory", str(directory), "a directory that is empty or does not exist yet")
     if isinstance(checkpoint, ConvertedCheckpoint):
         raise InvalidRequest("model", checkpoint.location, "a checkpoint that is not converted already")
-    tp = mesh.shape["tp"]
     model_class, config = read_model(checkpoint, model)
-    abstract = AbstractModel.of(model_class(config, Placement(dtype, tp=tp)))
-    weights = load_weights(abstract, checkpoint, mesh, progress=progress)
+    abstract = AbstractModel.of(model_class(config, Placement(dtype)))
+    weights = load_weights(abstract.without_copies(mesh), checkpoint, mesh, progress=progress)
     directory.mkdir(parents=True, exist_ok=True)
     settings = _plain(dict(checkpoint.config)) | settled_settings(config, checkpoint.config)
     try:
         (directory / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(directory / WEIGHTS, dict(zip(abstract.names, weights, strict=True)))
-        manifest = {"format": FORMAT, "dtype": dtype, "tp": tp, "weights": _describe(abstract)}
+        manifest = {"format": FORMAT, "dtype": dtype, "weights": _describe(abstract)}
         (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
         # Half a conversion is of no use, and would be in the way of the next attempt.
@@ -104,14 +106,14 @@ def restore_weights(
     """Reads converted weights straight to their devices.
 
     Raises:
-        InvalidRequest: they were laid out for another dtype or number of devices.
+        InvalidRequest: they were converted to another dtype.
         CheckpointError: they do not fit the model or cannot be read.
     """
     require("serve", "orbax.checkpoint")
     import orbax.checkpoint as ocp
 
-    check_converted(model, checkpoint, mesh, dtype=dtype)
-    targets = dict(zip(model.names, model.arguments(mesh), strict=True))
+    check_converted(model, checkpoint, dtype=dtype)
+    targets = dict(zip(model.names, model.without_copies(mesh).arguments(mesh), strict=True))
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore(checkpoint.directory.absolute() / WEIGHTS, targets)
@@ -119,20 +121,28 @@ def restore_weights(
         raise CheckpointError(checkpoint.directory / WEIGHTS, f"cannot be restored ({error})") from error
     if progress is not None:
         progress("restored", model.nbytes, model.nbytes)
-    return tuple(arrays[name] for name in model.names)
+    return tuple(
+        _with_copies(item, arrays.pop(name), mesh) for name, item in zip(model.names, model.declarations, strict=True)
+    )
 
 
-def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, mesh: Mesh, *, dtype: str) -> None:
+def _with_copies(declaration: Declaration, array: jax.Array, mesh: Mesh) -> jax.Array:
+    """The weight as the mesh holds it, where more devices share its KV heads than there are."""
+    if declaration.placed_shape(mesh) == declaration.shape:
+        return array
+
+    return place_weight(replace(declaration, assembly=Same()), [np.asarray(array)], mesh)
+
+
+def check_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint, *, dtype: str) -> None:
     """Holds the declarations against what was converted.
 
     Raises:
-        InvalidRequest: weights laid out for another dtype or number of devices.
+        InvalidRequest: weights converted to another dtype.
         CheckpointError: they do not fit the model.
     """
     if checkpoint.dtype != dtype:
         raise InvalidRequest("dtype", dtype, f"{checkpoint.dtype}, which these weights were converted to")
-    if checkpoint.tp != mesh.shape["tp"]:
-        raise InvalidRequest("tp", mesh.shape["tp"], f"{checkpoint.tp}, which these weights were converted for")
     expected = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in _describe(model).items()}
     held = checkpoint.weights
     missing = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in held]

@@ -1,20 +1,28 @@
-"""Parameter declarations: what a weight is, where it comes from and how it is cut over the mesh, said once.
+"""Parameter declarations: what a weight is, where it comes from and what its dimensions count, said once.
 
 A module declares each parameter with `declare`. The loader, dummy weights, sharding specs, the size report and
-abstract evaluation all read that declaration; nothing else in the library names a checkpoint tensor.
+abstract evaluation all read that declaration; nothing else in the library names a checkpoint tensor. A declaration
+knows no mesh: how a mesh cuts the weight follows from the axes of its dimensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from resin.models.assemblies import Assembly, Same, Shape
+from resin.models.axes import Axes, Axis
+from resin.models.loading.checkpoint import Window
 from resin.plan import InvalidRequest
+from resin.plan.mapping import FrozenMapping
+
+Memory = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,148 +60,6 @@ class Placement:
         return max(kv_heads // self.tp, 1)
 
 
-class Assembly(Protocol):
-    """Turns a weight's checkpoint tensors into the array that the model uses. Frozen and hashable."""
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the checkpoint tensors behind a weight of this shape."""
-        ...
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        """Writes the weight into `out`, casting on the way."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """The checkpoint tensor as it is."""
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (shape,)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        out[...] = tensors[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Transposed:
-    """`[out, in]` on disk, `[in, out]` in the model."""
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (shape[::-1],)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        out[...] = tensors[0].T
-
-
-@dataclass(frozen=True, slots=True)
-class OnePlus:
-    """`w` on disk, `1 + w` in a float32 weight of the model."""
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (shape,)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        np.add(tensors[0].astype(np.float32), np.float32(1), out=out, casting="same_kind")
-
-    def take_apart(self, values: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `fill`: exact for what the sum in float32 kept."""
-        return [values - np.float32(1)]
-
-
-@dataclass(frozen=True, slots=True)
-class FusedPart:
-    """One tensor inside a fused weight: `blocks` heads (or 1) of `width` output rows each."""
-
-    blocks: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """Several `[out_i, in]` tensors side by side in one `[in, out]` weight (or `[out_i]` biases in one `[out]`).
-
-    The columns are ordered by device, so that an even cut over tp leaves each device its share of every part: with
-    tp = 2, q, k and v become `q0 k0 v0 q1 k1 v1`. A part with fewer blocks than devices is repeated: with 2 KV heads
-    and tp = 4, devices 0 and 1 both hold head 0.
-    """
-
-    parts: tuple[FusedPart, ...]
-    tp: int
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple((part.blocks * part.width, *shape[:-1]) for part in self.parts)
-
-    def columns(self) -> int:
-        """Output columns of the fused weight, copies included."""
-        return self.tp * sum(max(part.blocks // self.tp, 1) * part.width for part in self.parts)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        column = 0
-        for device in range(self.tp):
-            for part, tensor in zip(self.parts, tensors, strict=True):
-                count = max(part.blocks // self.tp, 1) * part.width
-                start = device * part.blocks // self.tp * part.width
-                out[..., column : column + count] = tensor[start : start + count].T
-                column += count
-
-
-@dataclass(frozen=True, slots=True)
-class Sections:
-    """One tensor that holds the parts of a fused weight one below the other."""
-
-    fused: Fused
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((sum(part.blocks * part.width for part in self.fused.parts), *shape[:-1]),)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        ends = np.cumsum([part.blocks * part.width for part in self.fused.parts])
-        self.fused.fill(out, np.split(tensors[0], ends[:-1]))
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """A depthwise filter: `[channels, 1, taps]` on disk, `[taps, channels]` in the model."""
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((shape[1], 1, shape[0]),)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        out[...] = tensors[0][:, 0].T
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """`count` weights of the same kind, one after another in the first axis."""
-
-    each: Assembly
-    count: int
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return self.each.source_shapes(shape[1:]) * self.count
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        parts = len(tensors) // self.count
-        for index in range(self.count):
-            self.each.fill(out[index], tensors[index * parts : (index + 1) * parts])
-
-
-@dataclass(frozen=True, slots=True)
-class Deinterleaved:
-    """Even places of an axis first, then the odd ones: `g0 u0 g1 u1` on disk, `g0 g1 u0 u1` in the model."""
-
-    axis: int
-
-    def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (shape,)
-
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        source, target = np.moveaxis(tensors[0], self.axis, 0), np.moveaxis(out, self.axis, 0)
-        half = len(target) // 2
-        target[:half], target[half:] = source[0::2], source[1::2]
-
-
 @dataclass(frozen=True, slots=True)
 class Init:
     """Distribution of dummy weights: `mean + std * normal`. The defaults keep activations near unit scale.
@@ -216,42 +82,121 @@ class ByteInit(Init):
 BIAS = Init(std=0.3)
 
 
+class Piece(NamedTuple):
+    """A part of a device's share, and the window of the weight that it is."""
+
+    share: Window
+    weight: Window
+
+
 @dataclass(frozen=True, slots=True)
 class Declaration:
     """One weight.
 
     Attributes:
-        shape: global shape.
+        shape: of the whole weight, whatever the mesh.
         dtype: dtype on the device.
-        partition: mesh axis that cuts each dimension, or None.
+        axes: what each dimension counts, where devices may share it. The dimension after `Axis.KV` holds that head's
+            queries, then its key and its value.
         sources: checkpoint tensors, in the order that the assembly takes them.
         assembly: how they combine.
         init: distribution of dummy values.
+        inner: values that each output of a matrix sums; 0 for what is no matrix.
         flops_per_token: multiply-adds a token times two; 0 for lookups and norms.
         token_share: share of the weight that one token reads: 1, a row of a table, k of E experts.
         parameters: numbers behind the weight; None for one an element.
         stored_dtype: of the checkpoint's tensors, where it is not any float; None for any float.
+        memory: where it stays: on the device, or in pinned memory of its host.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    partition: tuple[str | None, ...]
+    axes: tuple[Axis | None, ...]
     sources: tuple[str, ...]
     assembly: Assembly
     init: Init
+    inner: int
     flops_per_token: int
     token_share: float = 1.0
     parameters: int | None = None
     stored_dtype: str | None = None
+    memory: Memory = "device"
 
     @property
     def nbytes(self) -> int:
-        """Bytes over all devices, each cut counted once."""
-        return int(np.prod(self.shape)) * jax.dtypes.canonicalize_dtype(self.dtype).itemsize
+        """Bytes of the whole weight."""
+        return self._nbytes(self.shape)
+
+    def device_nbytes(self, mesh: Mesh) -> int:
+        """Bytes that it takes in a device's own memory."""
+        if self.memory == "host":
+            return 0
+        return self._nbytes(self.sharding(mesh).shard_shape(self.placed_shape(mesh)))
+
+    def _nbytes(self, shape: Shape) -> int:
+        return int(np.prod(shape)) * jax.dtypes.canonicalize_dtype(self.dtype).itemsize
+
+    def spec(self, mesh: Mesh) -> PartitionSpec:
+        """How a mesh cuts it."""
+        axes = axes_of(mesh)
+        return PartitionSpec(*(None if axis is None else axes.mesh_axes(axis) or None for axis in self.axes))
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """The same, and in which memory."""
+        return NamedSharding(mesh, self.spec(mesh), memory_kind="pinned_host" if self.memory == "host" else None)
+
+    def placed_shape(self, mesh: Mesh) -> Shape:
+        """The global shape on a mesh: the weight's, unless more devices share its KV heads than there are.
+
+        Each device then has some of a head's queries, with a copy of its key and its value.
+        """
+        if Axis.KV not in self.axes:
+            return self.shape
+        place, devices = self.axes.index(Axis.KV), axes_of(mesh).size(Axis.KV)
+        heads, members = self.shape[place : place + 2]
+        if heads % devices == 0:
+            return self.shape
+        queries = (members - 2) * heads // devices
+        return (*self.shape[:place], devices, queries + 2, *self.shape[place + 2 :])
+
+    def without_copies(self, mesh: Mesh) -> Declaration:
+        """The same weight, whole on every device along dimensions that the mesh does not divide."""
+        count = axes_of(mesh).size
+        fits = (axis is not None and size % count(axis) == 0 for axis, size in zip(self.axes, self.shape, strict=True))
+        return replace(self, axes=tuple(axis if fit else None for axis, fit in zip(self.axes, fits, strict=True)))
+
+    def pieces(self, placed_shape: Shape, window: Window) -> list[Piece]:
+        """What a window of the array on the mesh is made of; a piece's share counts from the window's start."""
+        everything = tuple(slice(0, part.stop - part.start) for part in window)
+        if placed_shape == self.shape:
+            return [Piece(everything, window)]
+        place = self.axes.index(Axis.KV)
+        (heads, members), (devices, held) = self.shape[place : place + 2], placed_shape[place : place + 2]
+        pieces = []
+        for index, device in enumerate(range(window[place].start, window[place].stop)):
+            copies, queries = devices // heads, held - 2
+            first = device % copies * queries
+            for here, there in (
+                (slice(0, queries), slice(first, first + queries)),
+                (slice(queries, held), slice(members - 2, members)),
+            ):
+                head = device // copies
+                pieces.append(
+                    Piece(
+                        (*everything[:place], slice(index, index + 1), here, *everything[place + 2 :]),
+                        (*window[:place], slice(head, head + 1), there, *window[place + 2 :]),
+                    )
+                )
+        return pieces
 
     def touched_nbytes(self, tokens: int) -> float:
         """Bytes that a step of so many tokens is expected to read, each counted once, if tokens choose at random."""
         return self.nbytes * (1 - (1 - self.token_share) ** tokens)
+
+
+def axes_of(mesh: Mesh) -> Axes:
+    """The axes of a pass over a mesh."""
+    return Axes(FrozenMapping(dict(mesh.shape)))
 
 
 class Weight(nnx.Param):
@@ -266,46 +211,53 @@ def declare(
     sources: str | Sequence[str],
     *,
     assembly: Assembly | None = None,
-    partition: Sequence[str | None] | None = None,
+    axes: Sequence[Axis | None] | None = None,
     init: Init | None = None,
     dtype: str | None = None,
+    inner: int | None = None,
     flops_per_token: int | None = None,
     token_share: float = 1.0,
     parameters: int | None = None,
     stored_dtype: str | None = None,
+    memory: Memory = "device",
 ) -> Weight:
     """Declares one weight.
 
     Args:
-        shape: global shape; matrices are `[in, out]`.
-        placement: dtype and mesh sizes.
+        shape: of the whole weight; matrices are `[in, out]`, stacks of them `[count, in, out]`.
+        placement: dtype.
         sources: checkpoint tensor names.
         assembly: how they combine; None takes the tensor as it is.
-        partition: mesh axis a dimension; None replicates.
-        init: dummy values; None takes std 1/sqrt(in) for matrices and ones for vectors.
+        axes: what each dimension counts, where devices may share it; None for a copy on each.
+        init: dummy values; None takes std 1/sqrt(inner) for matrices and ones for vectors.
         dtype: None takes the placement's.
+        inner: values that each output sums; None takes the dimension before the last, and 0 says that it is no matrix.
         flops_per_token: None counts two for each number of a matrix; weights that are only indexed, or of which a
             token uses a part, say what they cost.
         token_share: share of the weight that one token reads.
         parameters: numbers behind a packed weight; None counts its elements.
         stored_dtype: the only dtype that its tensors may have; None takes any float.
+        memory: where it stays.
     """
     shape = tuple(shape)
-    matrix = len(shape) >= 2
+    if inner is None:
+        inner = shape[-2] if len(shape) >= 2 else 0
     if flops_per_token is None:
-        flops_per_token = 2 * int(np.prod(shape)) if matrix else 0
+        flops_per_token = 2 * int(np.prod(shape)) if inner else 0
     if init is None:
-        init = Init(std=shape[-2] ** -0.5) if matrix else Init(std=0.0, mean=1.0)
+        init = Init(std=inner**-0.5) if inner else Init(std=0.0, mean=1.0)
     declaration = Declaration(
         shape=shape,
         dtype=dtype or placement.dtype,
-        partition=tuple(partition) if partition is not None else (None,) * len(shape),
+        axes=tuple(axes) if axes is not None else (None,) * len(shape),
         sources=(sources,) if isinstance(sources, str) else tuple(sources),
         assembly=assembly or Same(),
         init=init,
+        inner=inner,
         flops_per_token=flops_per_token,
         token_share=token_share,
         parameters=parameters,
         stored_dtype=stored_dtype,
+        memory=memory,
     )
     return Weight(jax.ShapeDtypeStruct(shape, declaration.dtype), declaration=declaration)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from resin.models.assemblies import Assembly, Deinterleaved, Joined, Same, Stacked, Transposed
 from resin.models.axes import Axis
 from resin.models.config_reader import ConfigReader
-from resin.models.declare import (
-    BIAS,
-    Assembly,
-    Deinterleaved,
-    Fused,
-    FusedPart,
-    Placement,
-    Same,
-    Stacked,
-    Transposed,
-    declare,
-)
+from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
 from resin.models.ops.protocol import ExpertOperands
@@ -69,14 +60,14 @@ class ExpertSizes:
 
 
 class ExpertMatrix(nnx.Module):
-    """One `[in, out]` matrix an expert, as numbers of the model's dtype."""
+    """One `[in, out]` or `[in, 2, out]` matrix an expert, as numbers of the model's dtype."""
 
     def __init__(
         self,
         placement: Placement,
         sources: str | list[str],
         sizes: ExpertSizes,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         *,
         assembly: Assembly,
     ) -> None:
@@ -85,14 +76,15 @@ class ExpertMatrix(nnx.Module):
             placement,
             sources,
             assembly=assembly,
-            partition=("tp", None, None),
-            flops_per_token=sizes.flops(*shape),
+            axes=(Axis.EXPERTS, *(None for _ in shape)),
+            inner=shape[0],
+            flops_per_token=sizes.flops(shape[0], prod(shape[1:])),
             token_share=sizes.token_share,
         )
 
     def operand(self) -> jax.Array:
         """`[E, in, out]`."""
-        return self.weight[...]
+        return self.weight[...].reshape(*self.weight.shape[:2], -1)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -122,13 +114,13 @@ class MixtureOfExperts(nnx.Module):
         self.gate = gate
         self.gate_up_bias = (
             declare(
-                (sizes.experts, 2 * sizes.width),
+                (sizes.experts, 2, sizes.width),
                 placement,
                 biases[0],
-                assembly=Deinterleaved(axis=1),
-                partition=("tp", None),
+                assembly=Deinterleaved(),
+                axes=(Axis.EXPERTS, None, None),
                 init=BIAS,
-                flops_per_token=0,
+                inner=0,
                 token_share=sizes.token_share,
             )
             if biases is not None
@@ -139,9 +131,9 @@ class MixtureOfExperts(nnx.Module):
                 (sizes.experts, sizes.hidden),
                 placement,
                 biases[1],
-                partition=("tp", None),
+                axes=(Axis.EXPERTS, None),
                 init=BIAS,
-                flops_per_token=0,
+                inner=0,
                 token_share=sizes.token_share,
             )
             if biases is not None
@@ -166,7 +158,7 @@ class MixtureOfExperts(nnx.Module):
         """The weights of this device's experts."""
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
-            biases = self.gate_up_bias[...], self.down_bias[...]
+            biases = self.gate_up_bias[...].reshape(len(self.down_bias[...]), -1), self.down_bias[...]
         return ExpertOperands(self.gate_up.operand(), self.down.operand(), self.gate, biases)
 
 
@@ -174,7 +166,6 @@ def listed_experts(
     placement: Placement, name: str, sizes: ExpertSizes, names: tuple[str, str, str], router: Router
 ) -> MixtureOfExperts:
     """Experts whose gate, up and down matrices are checkpoint tensors of their own, `{name}.{expert}.{part}.weight`."""
-    half = Fused((FusedPart(1, sizes.width),) * 2, tp=1)
     gate, up, down = names
     each = range(sizes.experts)
     return MixtureOfExperts(
@@ -185,8 +176,8 @@ def listed_experts(
             placement,
             [f"{name}.{expert}.{part}.weight" for expert in each for part in (gate, up)],
             sizes,
-            (sizes.hidden, 2 * sizes.width),
-            assembly=Stacked(half, sizes.experts),
+            (sizes.hidden, 2, sizes.width),
+            assembly=Stacked(Joined(2), sizes.experts),
         ),
         down=ExpertMatrix(
             placement,
@@ -216,8 +207,10 @@ def joined_experts(
                 flops_per_token=flops,
                 token_share=share,
             )
-        assembly = Deinterleaved(axis=2) if interleaved else Same()
-        return ExpertMatrix(placement, source, sizes, shape, assembly=assembly)
+        if interleaved:
+            halves = shape[0], 2, shape[1] // 2
+            return ExpertMatrix(placement, source, sizes, halves, assembly=Deinterleaved())
+        return ExpertMatrix(placement, source, sizes, shape, assembly=Same())
 
     return MixtureOfExperts(
         placement,

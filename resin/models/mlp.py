@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from resin.models.assemblies import Joined, Transposed
 from resin.models.axes import Axis
-from resin.models.declare import Fused, FusedPart, Placement, Transposed, declare
+from resin.models.declare import Placement, declare
 from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
 from resin.pallas_kernels.gates import SILU, GateFunction
@@ -34,17 +35,17 @@ class GatedMLP(nnx.Module):
         gate: GateFunction = SILU,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        share = placement.split("intermediate_size", width)
+        placement.split("intermediate_size", width)
         gate_name, up_name, down_name = (f"{name}.{part}.weight" for part in names)
-        half = FusedPart(placement.tp, share)
         self.gate_up = declare(
-            (hidden, 2 * width),
+            (hidden, 2, width),
             placement,
             (gate_name, up_name),
-            assembly=Fused((half, half), placement.tp),
-            partition=(None, "tp"),
+            assembly=Joined(2),
+            axes=(None, None, Axis.FFN),
+            inner=hidden,
         )
-        self.down = declare((width, hidden), placement, down_name, assembly=Transposed(), partition=("tp", None))
+        self.down = declare((width, hidden), placement, down_name, assembly=Transposed(), axes=(Axis.FFN, None))
         self.gate = gate
 
     def __call__(
@@ -52,5 +53,6 @@ class GatedMLP(nnx.Module):
     ) -> jax.Array:
         """`residual + mlp(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("mlp"):
-            inner = run.ops.linear(x, self.gate_up[...], norm=norm, gate=self.gate)
+            gate_up = self.gate_up[...].reshape(self.gate_up.shape[0], -1)
+            inner = run.ops.linear(x, gate_up, norm=norm, gate=self.gate)
             return run.row_parallel(Axis.FFN, inner, self.down[...], residual=residual)

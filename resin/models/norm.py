@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from resin.models.declare import Init, OnePlus, Placement, declare
+from resin.models.assemblies import OnePlus
+from resin.models.declare import Init, Placement, declare
 
 
 class NormOrder(enum.Enum):

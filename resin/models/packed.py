@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from flax import nnx
 
+from resin.models.assemblies import Tensor
+from resin.models.axes import Axis
 from resin.models.declare import ByteInit, Init, Placement, declare
+from resin.models.loading.checkpoint import Window
 from resin.pallas_kernels.mxfp4 import (
     BLOCK_BYTES,
     GROUP_VALUES,
@@ -68,9 +71,9 @@ class Words:
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return ((shape[0], shape[1] * TILE_ROWS, self.rows.groups(), BLOCK_BYTES),)
 
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        for expert, blocks in enumerate(tensors[0]):
-            out[expert] = pack_words(self.rows.arrange(blocks))
+    def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
+        for expert, blocks in enumerate(tensors[0][window[:1]]):
+            out[expert] = pack_words(self.rows.arrange(blocks))[window[1:]]
 
     def take_apart(self, values: np.ndarray) -> list[np.ndarray]:
         """The inverse of `fill`."""
@@ -87,9 +90,9 @@ class Factors:
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return ((shape[0], shape[1] * TILE_ROWS, self.rows.groups()),)
 
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        for expert, scales in enumerate(tensors[0]):
-            out[expert] = pack_factors(self.rows.arrange(scales))
+    def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
+        for expert, scales in enumerate(tensors[0][window[:1]]):
+            out[expert] = pack_factors(self.rows.arrange(scales))[window[1:]]
 
     def take_apart(self, values: np.ndarray) -> list[np.ndarray]:
         """The inverse of `fill` for matrices of unit 1."""
@@ -107,8 +110,8 @@ class Units:
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return ((shape[0], self.count, self.rows.groups()),)
 
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        for expert, scales in enumerate(tensors[0]):
+    def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
+        for expert, scales in enumerate(tensors[0][window[:1]]):
             out[expert] = 2.0 ** scale_shift(scales)
 
 
@@ -151,7 +154,7 @@ class PackedExpertMatrix(nnx.Module):
             placement,
             f"{name}_blocks",
             assembly=Words(rows),
-            partition=("tp", None, None, None),
+            axes=(Axis.EXPERTS, None, None, None),
             dtype="int32",
             stored_dtype="uint8",
             init=ByteInit(mean=127.5, std=74.0),
@@ -164,7 +167,7 @@ class PackedExpertMatrix(nnx.Module):
             placement,
             f"{name}_scales",
             assembly=Factors(rows),
-            partition=("tp", None, None, None),
+            axes=(Axis.EXPERTS, None, None, None),
             dtype="int32",
             stored_dtype="uint8",
             init=ByteInit(mean=scale + FACTOR_OF_SCALE, std=0.7, stored_mean=scale),
@@ -177,7 +180,7 @@ class PackedExpertMatrix(nnx.Module):
             placement,
             f"{name}_scales",
             assembly=Units(outer, rows),
-            partition=("tp",),
+            axes=(Axis.EXPERTS,),
             dtype="float32",
             stored_dtype="uint8",
             init=Init(std=0.0, mean=1.0),

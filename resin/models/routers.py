@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from resin.models.declare import BIAS, Placement, Transposed, declare
+from resin.models.assemblies import Transposed
+from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
 from resin.models.ops.protocol import Routed

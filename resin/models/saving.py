@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from resin.models.assemblies import whole
 from resin.models.declare import Declaration
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo
 from resin.models.loading.safetensors_writer import stream_safetensors
@@ -44,8 +46,9 @@ def save_checkpoint(
     """
     directory = Path(directory)
     for declaration, array in zip(model.declarations, weights, strict=True):
-        if array.shape != declaration.shape:
-            raise ValueError(f"weights: {declaration.sources} has shape {array.shape}, expected {declaration.shape}")
+        expected = declaration.shape if (mesh := _mesh_of(array)) is None else declaration.placed_shape(mesh)
+        if array.shape != expected:
+            raise ValueError(f"weights: {declaration.sources} has shape {array.shape}, expected {expected}")
     for declaration, array in zip(model.declarations, weights, strict=True):
         if isinstance(declaration.assembly, Units) and not (np.asarray(array) == 1).all():
             raise CheckpointError("weights", "have scales that were shifted to fit", declaration.sources[0])
@@ -76,6 +79,11 @@ def save_checkpoint(
     return directory
 
 
+def _mesh_of(array: jax.Array) -> Mesh | None:
+    mesh = getattr(array.sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
+
+
 def _settings(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """The config, made to say what the tensors are: tied or not, packed or decoded."""
     settings = dict(config)
@@ -90,8 +98,12 @@ def take_apart(declaration: Declaration, values: np.ndarray) -> dict[str, np.nda
     """The checkpoint tensors of which the declaration's assembly makes these values.
 
     An assembly moves numbers and leaves them as they are, unless it knows how to `take_apart` what it fills. So it is
-    asked where each comes from, by having it fill an
-    array of places from tensors of places, and asked again whether the result gives the values.
+    asked where each comes from, by having it fill an array of places from tensors of places, and asked again whether
+    the result gives the values.
+
+    Args:
+        declaration: of the weight.
+        values: the weight, or what a mesh holds of it with copies of its KV heads.
 
     Raises:
         CheckpointError: it does more than that, or copies of a number have come to differ.
@@ -101,17 +113,22 @@ def take_apart(declaration: Declaration, values: np.ndarray) -> dict[str, np.nda
         return dict(zip(declaration.sources, inverse(values), strict=True))
     ends = np.cumsum([0, *(prod(shape) for shape in shapes)])
     dtype = np.int32 if ends[-1] < 2**31 else np.int64
-    places = np.empty(declaration.shape, dtype)
+    places = np.empty(values.shape, dtype)
     pieces = list(zip(ends.tolist(), ends[1:].tolist(), shapes, strict=False))
     numbered = [np.arange(start, end, dtype=dtype).reshape(shape) for start, end, shape in pieces]
-    declaration.assembly.fill(places, numbered)
+    _fill(declaration, places, numbered)
     flat = np.zeros(ends[-1], values.dtype)
     flat[places] = values
     tensors = [flat[start:end].reshape(shape) for start, end, shape in pieces]
     again = np.empty_like(values)
-    declaration.assembly.fill(again, tensors)
+    _fill(declaration, again, tensors)
     is_used = np.zeros(ends[-1], np.bool_)
     is_used[places] = True
     if not is_used.all() or again.tobytes() != values.tobytes():
         raise CheckpointError("weights", "cannot be written back to the checkpoint's layout", declaration.sources[0])
     return dict(zip(declaration.sources, tensors, strict=True))
+
+
+def _fill(declaration: Declaration, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+    for piece in declaration.pieces(out.shape, whole(out.shape)):
+        declaration.assembly.fill(out[piece.share], tensors, piece.weight)

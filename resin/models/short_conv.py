@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from resin.models.assemblies import Channels, Joined, Sections, Transposed
 from resin.models.axes import Axis
 from resin.models.cache.protocol import PlaneRef
-from resin.models.declare import Channels, Fused, FusedPart, Init, Placement, Sections, Transposed, declare
+from resin.models.declare import Init, Placement, declare
 from resin.models.forward import Pass
 from resin.models.norm import RMSNorm
 
@@ -24,26 +25,27 @@ class ShortConv(nnx.Module):
     """
 
     def __init__(self, placement: Placement, name: str, *, hidden: int, state: PlaneRef) -> None:
-        third = FusedPart(placement.tp, placement.split("hidden_size", hidden))
+        placement.split("hidden_size", hidden)
         taps = state.rows + 1
         self.state = state
         self.input = declare(
-            (hidden, 3 * hidden),
+            (hidden, 3, hidden),
             placement,
             f"{name}.in_proj.weight",
-            assembly=Sections(Fused((third,) * 3, placement.tp)),
-            partition=(None, "tp"),
+            assembly=Sections(Joined(3), (hidden,) * 3),
+            axes=(None, None, Axis.CHANNELS),
+            inner=hidden,
         )
         self.filter = declare(
             (taps, hidden),
             placement,
             f"{name}.conv.weight",
             assembly=Channels(),
-            partition=(None, "tp"),
+            axes=(None, Axis.CHANNELS),
             init=Init(std=taps**-0.5),
         )
         self.output = declare(
-            (hidden, hidden), placement, f"{name}.out_proj.weight", assembly=Transposed(), partition=("tp", None)
+            (hidden, hidden), placement, f"{name}.out_proj.weight", assembly=Transposed(), axes=(Axis.CHANNELS, None)
         )
 
     def __call__(
@@ -51,7 +53,8 @@ class ShortConv(nnx.Module):
     ) -> jax.Array:
         """`residual + conv(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("short_conv"):
-            gate_in, gate_out, x = jnp.split(run.ops.linear(x, self.input[...], norm=norm), 3, axis=-1)
+            weight = self.input[...].reshape(self.input.shape[0], -1)
+            gate_in, gate_out, x = jnp.split(run.ops.linear(x, weight, norm=norm), 3, axis=-1)
             gated = gate_in * x
             inputs = [*run.cache.shift_state(self.state, gated), gated]
             filtered = sum(tap[None, :] * value for tap, value in zip(self.filter[...], inputs, strict=True))

@@ -14,14 +14,8 @@ import numpy as np
 
 from resin.models.declare import ByteInit, Declaration, Placement
 from resin.models.families import read_config
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo
-from resin.models.loading.quantised import (
-    dequantise_fp8,
-    dequantise_mxfp4,
-    find_quantised,
-    fp8_block,
-    packed_parts,
-)
+from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
+from resin.models.loading.quantised import dequantise, find_quantised, packed_parts
 from resin.models.loading.safetensors_writer import write_safetensors
 from resin.models.weights import AbstractModel
 
@@ -161,18 +155,16 @@ class MemoryCheckpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: TensorInfo(array.shape, str(array.dtype)) for name, array in self.arrays.items()}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
         if name not in self.arrays:
             raise CheckpointError(self.location, "there is no such tensor", name)
-        return self.arrays[name]
+        return cut(self.arrays[name], window)
 
-    def read_dequantised(self, name: str) -> np.ndarray:
+    def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
         if name not in self.quantised:
-            return self.read(name)
+            return self.read(name, window)
         values, scales = (self.read(part) for part in packed_parts(name, self.tensors))
-        if values.dtype == np.uint8:
-            return dequantise_mxfp4(values, scales)
-        return dequantise_fp8(values, scales, fp8_block(self.config))
+        return dequantise(values, scales, window, self.config)
 
     def close(self) -> None:
         pass

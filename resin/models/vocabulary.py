@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from resin.models.assemblies import Transposed
 from resin.models.axes import Axis
-from resin.models.declare import Init, Placement, Transposed, declare
+from resin.models.declare import Init, Placement, declare
 from resin.models.forward import Pass
 
 
@@ -37,13 +38,13 @@ class Vocabulary(nnx.Module):
     ) -> None:
         self.tied = tied
         self.cut = vocab_size % placement.tp == 0 and placement.tp > 1
-        axis = "tp" if self.cut else None
+        axis = Axis.VOCAB if self.cut else None
         self.head = declare(
             (hidden, vocab_size),
             placement,
             f"{embedding if tied else head}.weight",
             assembly=Transposed(),
-            partition=(None, axis),
+            axes=(None, axis),
             # A matrix of the usual scale, also where it embeds: logits of unit deviation, which is what checks assume.
         )
         self.table = (
@@ -53,9 +54,9 @@ class Vocabulary(nnx.Module):
                 (vocab_size, hidden),
                 placement,
                 f"{embedding}.weight",
-                partition=(axis, None),
+                axes=(axis, None),
                 init=Init(std=1.0),
-                flops_per_token=0,
+                inner=0,
                 token_share=1 / vocab_size,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from resin.models.assemblies import Shape, Tensor, window_shape
 from resin.models.declare import ByteInit, Declaration, Init, Weight
-from resin.models.loading.checkpoint import Checkpoint, TensorInfo, refuse_misfits
+from resin.models.loading.checkpoint import Checkpoint, TensorInfo, Window, refuse_misfits
 from resin.models.loading.quantised import packed_parts
 from resin.models.workers import worker_pool
 
@@ -69,28 +70,29 @@ class AbstractModel:
         """The model with these values; inside a mapped function they are the device's own shares."""
         return nnx.merge(self.graphdef, list(arrays))
 
-    def specs(self) -> tuple[PartitionSpec, ...]:
+    def specs(self, mesh: Mesh) -> tuple[PartitionSpec, ...]:
         """How each weight is cut over the mesh."""
-        return tuple(PartitionSpec(*declaration.partition) for declaration in self.declarations)
+        return tuple(declaration.spec(mesh) for declaration in self.declarations)
 
     def arguments(self, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes with shardings, for compiling before the values exist."""
         return tuple(
-            jax.ShapeDtypeStruct(declaration.shape, declaration.dtype, sharding=NamedSharding(mesh, spec))
-            for declaration, spec in zip(self.declarations, self.specs(), strict=True)
+            jax.ShapeDtypeStruct(item.placed_shape(mesh), item.dtype, sharding=item.sharding(mesh))
+            for item in self.declarations
         )
+
+    def without_copies(self, mesh: Mesh) -> AbstractModel:
+        """The same weights in their own shapes, whole on every device where the mesh does not divide them."""
+        return replace(self, declarations=tuple(item.without_copies(mesh) for item in self.declarations))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, a cut weight counted once."""
+        """Bytes of all weights, whatever the mesh."""
         return sum(declaration.nbytes for declaration in self.declarations)
 
     def device_nbytes(self, mesh: Mesh) -> int:
         """Bytes that one device of the mesh holds."""
-        return sum(
-            declaration.nbytes // int(np.prod([mesh.shape[axis] for axis in declaration.partition if axis], initial=1))
-            for declaration in self.declarations
-        )
+        return sum(declaration.device_nbytes(mesh) for declaration in self.declarations)
 
     @property
     def flops_per_token(self) -> int:
@@ -148,7 +150,9 @@ def _fault_of(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str | 
 def load_weights(
     model: AbstractModel, checkpoint: Checkpoint, mesh: Mesh, *, progress: Progress | None = None, threads: int = 4
 ) -> tuple[jax.Array, ...]:
-    """Reads every weight straight to its devices; the host holds at most one weight a thread.
+    """Reads every weight straight to its devices, and of it what this process's devices hold.
+
+    The host holds at most one weight a thread.
 
     Args:
         model: the declarations.
@@ -176,31 +180,46 @@ def load_weights(
 
 
 def _load_weight(model: AbstractModel, checkpoint: Checkpoint, mesh: Mesh, declaration: Declaration) -> jax.Array:
-    # A fresh array even where nothing changes: device_put on CPU may alias it, and the mapped file can go away.
-    host = np.empty(declaration.shape, jax.dtypes.canonicalize_dtype(declaration.dtype))
     names = [_stored_name(model, checkpoint, name) for name in declaration.sources]
-    declaration.assembly.fill(host, _Tensors(checkpoint, names))
-    placed = jax.device_put(host, NamedSharding(mesh, PartitionSpec(*declaration.partition)))
-    return placed.block_until_ready()
+    return place_weight(declaration, [StoredTensor(checkpoint, name) for name in names], mesh)
 
 
-class _Tensors(Sequence[np.ndarray]):
-    """Checkpoint tensors that are read when an assembly asks for them, so that decoded ones do not pile up."""
+def place_weight(declaration: Declaration, tensors: Sequence[Tensor], mesh: Mesh) -> jax.Array:
+    """The weight on the mesh's devices, each share made of the tensors behind it and no others."""
+    shape = declaration.placed_shape(mesh)
+    shares: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same
 
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
-        self._checkpoint = checkpoint
-        self._names = names
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        if bounds not in shares:
+            window = tuple(slice(*bound) for bound in bounds)
+            shares[bounds] = read_share(declaration, tensors, shape, window)
+        return shares[bounds]
 
-    def __len__(self) -> int:
-        return len(self._names)
+    return jax.make_array_from_callback(shape, declaration.sharding(mesh), share).block_until_ready()
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _Tensors(self._checkpoint, self._names[index])
-        name = self._names[index]
-        if name in self._checkpoint.quantised:
-            return self._checkpoint.read_dequantised(name)
-        return self._checkpoint.read(name)
+
+def read_share(declaration: Declaration, tensors: Sequence[Tensor], placed_shape: Shape, window: Window) -> np.ndarray:
+    """A window of a weight as it lies on a mesh, from the checkpoint's tensors."""
+    # A fresh array even where nothing changes: devices may alias it, and the mapped file can go away.
+    out = np.empty(window_shape(window), jax.dtypes.canonicalize_dtype(declaration.dtype))
+    for piece in declaration.pieces(placed_shape, window):
+        declaration.assembly.fill(out[piece.share], tensors, piece.weight)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A checkpoint tensor that is read, and decoded, when and where an assembly asks for it."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def __getitem__(self, window: Any, /) -> np.ndarray:
+        window = window if isinstance(window, tuple) else (window,)
+        if self.name in self.checkpoint.quantised:
+            return self.checkpoint.read_dequantised(self.name, window)
+        return self.checkpoint.read(self.name, window)
 
 
 def dummy_weights(
@@ -211,9 +230,9 @@ def dummy_weights(
     done = 0
     key = jax.random.key(seed)
     for index, declaration in enumerate(model.declarations):
-        sharding = NamedSharding(mesh, PartitionSpec(*declaration.partition))
-        draw = jax.jit(_normal, static_argnums=(1, 2, 3), out_shardings=sharding)
-        arrays.append(draw(jax.random.fold_in(key, index), declaration.shape, declaration.dtype, declaration.init))
+        draw = jax.jit(_normal, static_argnums=(1, 2, 3), out_shardings=declaration.sharding(mesh))
+        shape = declaration.placed_shape(mesh)
+        arrays.append(draw(jax.random.fold_in(key, index), shape, declaration.dtype, declaration.init))
         done += declaration.nbytes
         if progress is not None:
             progress(model.names[index], done, model.nbytes)

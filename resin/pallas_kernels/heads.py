@@ -1,5 +1,8 @@
 """What lies between the QKV product and attention, inside a kernel: head norms, rotation, append to the cache.
 
+The heads of a token are joined KV head by KV head, each with its queries, then its key, then its value: so a weight
+can be cut over any devices that share the KV heads.
+
 A tile holds one head a row, as two halves: dimensions [0, D/2) and [D/2, D), which a rotation pairs. `rope_append`
 reads such rows of any token and head; a program of `project_heads` made them itself, one head of every token.
 """
@@ -36,6 +39,13 @@ class NewTokens(NamedTuple):
     k_norm: Any = None
 
 
+def split_heads(joined: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries `[T, H, D]`, keys and values `[T, K, D]` of joined heads `[T, H + 2 K, D]`."""
+    tokens, count, width = joined.shape
+    members = joined.reshape(tokens, kv_heads, count // kv_heads, width)
+    return members[:, :, :-2].reshape(tokens, -1, width), members[:, :, -2], members[:, :, -1]
+
+
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
     """Everything static about the heads of one call."""
@@ -59,17 +69,26 @@ class HeadSpec:
         """Query, key and value heads."""
         return self.heads + 2 * self.kv_heads
 
+    @property
+    def members(self) -> int:
+        """Joined heads of a KV head: its queries, its key, its value."""
+        return self.heads // self.kv_heads + 2
+
     def is_query(self, head: jax.Array) -> jax.Array:
         """Which of the joined heads are queries."""
-        return head < self.heads
+        return head % self.members < self.members - 2
 
     def is_value(self, head: jax.Array) -> jax.Array:
         """Which of the joined heads are values."""
-        return head >= self.heads + self.kv_heads
+        return head % self.members == self.members - 1
 
     def kv_head(self, head: jax.Array) -> jax.Array:
-        """The KV head of joined heads that are keys or values."""
-        return jnp.where(self.is_value(head), head - self.heads - self.kv_heads, head - self.heads)
+        """The KV head that joined heads belong to."""
+        return head // self.members
+
+    def query_head(self, head: jax.Array) -> jax.Array:
+        """The place among the queries of joined heads that are queries."""
+        return head - 2 * self.kv_head(head)
 
 
 def turn_heads(

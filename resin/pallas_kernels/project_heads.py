@@ -45,7 +45,7 @@ def project_heads(
 
     Args:
         x: `[M, hidden]`.
-        weight: `[hidden, (H + 2 K) * D]` in x's dtype, query heads, key heads, value heads.
+        weight: `[hidden, (H + 2 K) * D]` in x's dtype, each KV head with its queries, its key and its value.
         new: how heads are normalised and rotated, and where keys and values go.
         arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
         key_row, value_row: int32 scalars, rows of D elements from a page's start to the layer's keys and values.
@@ -128,7 +128,7 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
     inside = (token < heads.tokens)[:, None] & (lanes < heads.half)[None, :]
     low, high = (half.astype(q_ref.dtype) for half in sums)
     low, high = halves = turn_heads((low, high), token, head, inside, new, heads)
-    asked = inside & heads.is_query(block.number)
+    asked, query = inside & heads.is_query(block.number), heads.query_head(block.number)
     for start, value in ((0, low), (heads.half, high)):
-        plgpu.store(q_ref.at[token[:, None], block.number, start + lanes[None, :]], value, mask=asked)
+        plgpu.store(q_ref.at[token[:, None], query, start + lanes[None, :]], value, mask=asked)
     append_heads(arena_ref, halves, token, head, inside, new, planes_ref, heads)

@@ -1,10 +1,10 @@
 """What lies between the fused QKV product and attention, in one pass: head norms, rotation, append to the cache.
 
-x is `[T, (H + 2 K) * D]`: queries, keys, values of each token. Queries and keys are normalised per head (if the model
-does), then rotated in half-split pairs: dimension i with i + D/2. Queries go to an array of their own, keys and values
-straight to their place in the arena (layout as in `paged_decode`), which is updated in place. Nothing is written to
-page 0, where padding belongs: thousands of tokens would store to the same few lines. Attention that reads no pages gets
-the keys in an array of their own as well.
+x is `[T, (H + 2 K) * D]`, the heads of each token joined as in `heads`. Queries and keys are normalised per head (if
+the model does), then rotated in half-split pairs: dimension i with i + D/2. Queries go to an array of their own, keys
+and values straight to their place in the arena (layout as in `paged_decode`), which is updated in place. Nothing is
+written to page 0, where padding belongs: thousands of tokens would store to the same few lines. Attention that reads
+no pages gets the keys in an array of their own as well.
 
 Grid: one program for `rows` (token, head) rows of x, whatever they are; which of q, k, v a row is decides only masks,
 so that one token of a small batch still spreads over several multiprocessors, and 8192 tokens of 32 + 16 heads are
@@ -71,7 +71,7 @@ def rope_append(
     """Normalises and rotates queries and keys, and appends keys and values to the arena.
 
     Args:
-        x: `[T, H + 2 K, D]`, query heads, key heads, value heads.
+        x: `[T, H + 2 K, D]`, each KV head with its queries, its key and its value.
         cos, sin: float32 `[T, D / 2]`.
         arena: `[num_pages, page_elements]` in x's dtype, or uint16 that takes bfloat16 bits; updated in place.
         append_pages, append_offsets: int32 `[T]`, page and entry that take each token; nothing is written for page 0.
@@ -159,7 +159,7 @@ def _rope_append_kernel(x_ref, *refs, spec: _Spec):
     low, high = halves = turn_heads((low, high), token, head, inside, new, heads)
     is_query = heads.is_query(head)
     is_key = ~is_query & ~heads.is_value(head)
-    q_row = jnp.where(live & is_query, token * heads.heads + head, NOWHERE)
+    q_row = jnp.where(live & is_query, token * heads.heads + heads.query_head(head), NOWHERE)
     key_row = jnp.where(live & is_key, token * heads.kv_heads + heads.kv_head(head), NOWHERE)
     for start, value in ((0, low), (heads.half, high)):
         at = start + lanes[None, :]

@@ -132,7 +132,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
     mapped = jax.shard_map(
         step,
         mesh=spec.mesh,
-        in_specs=(spec.model.specs(), ARENA_SPEC, REPLICATED, REPLICATED, REPLICATED),
+        in_specs=(spec.model.specs(spec.mesh), ARENA_SPEC, REPLICATED, REPLICATED, REPLICATED),
         out_specs=(ARENA_SPEC, REPLICATED, REPLICATED),
         check_vma=False,
     )

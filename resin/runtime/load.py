@@ -135,13 +135,13 @@ def check_weights(spec: StepSpec, checkpoint: Checkpoint, options: RunnerOptions
     """Holds the model's declarations against the checkpoint's index, before anything is compiled.
 
     Raises:
-        InvalidRequest: converted weights of another dtype or number of devices.
+        InvalidRequest: converted weights of another dtype.
         CheckpointError: tensors that are missing, extra, misshapen or of a wrong dtype.
     """
     if options.dummy:
         return
     if isinstance(checkpoint, ConvertedCheckpoint):
-        check_converted(spec.model, checkpoint, spec.mesh, dtype=spec.dtype)
+        check_converted(spec.model, checkpoint, dtype=spec.dtype)
     else:
         check_tensors(spec.model, checkpoint)
 

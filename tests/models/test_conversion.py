@@ -32,9 +32,25 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert_checkpoint(checkpoint, directory, build_mesh(RunnerOptions(tp=2)), dtype="float32")
 
 
-def test_restored_weights_are_the_loaded_ones_with_their_shardings(converted: Path) -> None:
-    mesh, model = build_mesh(RunnerOptions(tp=2)), abstract("gpt_oss", tp=2)
-    loaded = load_weights(model, random_checkpoint(TINY_CONFIGS["gpt_oss"]), mesh)
+# On how many devices it was converted, and is restored. 2 KV heads, of Gemma 1; channels in lfm2_moe.
+MESHES = [
+    ("llama", 1, 2),
+    ("llama", 1, 4),
+    ("llama", 4, 1),
+    ("gpt_oss", 1, 4),
+    ("lfm2_moe", 1, 4),
+    ("gemma3_text", 4, 2),
+]
+
+
+@pytest.mark.parametrize(("family", "before", "tp"), MESHES)
+def test_restored_weights_are_the_loaded_ones_on_any_mesh(family: str, before: int, tp: int, tmp_path: Path) -> None:
+    config = TINY_CONFIGS[family]
+    converted = convert_checkpoint(
+        random_checkpoint(config), tmp_path / "new", build_mesh(RunnerOptions(tp=before)), dtype="float32"
+    )
+    mesh, model = build_mesh(RunnerOptions(tp=tp)), abstract(family, tp=tp)
+    loaded = load_weights(model, random_checkpoint(config), mesh)
     checkpoint = open_checkpoint_path(converted)
     assert isinstance(checkpoint, ConvertedCheckpoint)
     restored = restore_weights(model, checkpoint, mesh, dtype="float32")
@@ -43,16 +59,16 @@ def test_restored_weights_are_the_loaded_ones_with_their_shardings(converted: Pa
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-def test_what_was_laid_out_otherwise_is_refused(converted: Path) -> None:
+def test_what_was_converted_otherwise_is_refused(converted: Path) -> None:
     checkpoint = ConvertedCheckpoint(converted)
     mesh = build_mesh(RunnerOptions(tp=2))
-    with pytest.raises(InvalidRequest, match="tp"):
-        build_runner(checkpoint, RunnerOptions(dtype="float32"))
     with pytest.raises(InvalidRequest, match="dtype"):
         restore_weights(abstract("gpt_oss", 2, "bfloat16"), checkpoint, mesh, dtype="bfloat16")
     with pytest.raises(CheckpointError, match=r"\d+ weights do not fit the model: missing .*extra ") as caught:
         restore_weights(abstract("llama", 2), checkpoint, mesh, dtype="float32")
-    assert "misshapen layers.0.attention.qkv float32 [64, 192], expected float32 [64, 128]" in str(caught.value)
+    assert "misshapen layers.0.attention.qkv float32 [64, 2, 6, 16], expected float32 [64, 2, 4, 16]" in str(
+        caught.value
+    )
     with pytest.raises(CheckpointError, match="no single tensors"):
         checkpoint.read("model.norm.weight")
 
@@ -64,7 +80,10 @@ def test_directories_in_use_and_damaged_manifests(converted: Path, tmp_path: Pat
     with pytest.raises(InvalidRequest, match="converted already"):
         convert_checkpoint(ConvertedCheckpoint(converted), tmp_path / "new", mesh)
     (tmp_path / "config.json").write_text("{}")
-    for manifest, reason in (({"format": 9}, "convert again"), ({"format": 1, "tp": 1}, "damaged")):
+    for manifest, reason in (
+        ({"format": 1, "tp": 1}, "has format 1, expected 2: convert again"),
+        ({"format": 2}, "damaged"),
+    ):
         (tmp_path / "resin.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match=reason):
             open_checkpoint_path(tmp_path)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from resin.models.declare import OnePlus, Placement
+from resin.models.assemblies import OnePlus, Tensor
+from resin.models.declare import Placement
 from resin.models.families import read_model
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError
+from resin.models.loading.checkpoint import Checkpoint, CheckpointError, Window
 from resin.models.registry import open_checkpoint
 from resin.models.saving import save_checkpoint, take_apart
 from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, fp8_checkpoint, random_checkpoint
@@ -65,7 +66,7 @@ def test_copies_that_no_longer_agree_are_refused(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(TINY_CONFIGS["llama"])  # 2 KV heads: 4 devices hold each twice
     model, weights = load(checkpoint, tp=4)
     place = next(i for i, declaration in enumerate(model.declarations) if "k_proj" in str(declaration.sources))
-    moved = weights[place].at[..., -1].add(1.0)
+    moved = weights[place].at[:, -1].add(1.0)
     with pytest.raises(CheckpointError, match=r"q_proj\.weight.*written back"):
         save_checkpoint(tmp_path, model, (*weights[:place], moved, *weights[place + 1 :]), checkpoint.config)
     assert not list(tmp_path.glob("*.safetensors*")), "nothing that looks like a result is left"
@@ -107,8 +108,8 @@ class Doubled:
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (shape,)
 
-    def fill(self, out: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-        out[...] = tensors[0] // 2
+    def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
+        out[...] = tensors[0][window] // 2
 
 
 def test_an_assembly_that_computes_is_noticed() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 
 import jax
@@ -8,11 +9,11 @@ import pytest
 
 from resin.models.declare import Placement
 from resin.models.families import find_model_class, read_config, read_model
-from resin.models.loading.checkpoint import CheckpointError
+from resin.models.loading.checkpoint import CheckpointError, Window
 from resin.models.loading.quantised import check_packed
-from resin.models.testing import TINY_CONFIGS, fp8_checkpoint, random_checkpoint
+from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, fp8_checkpoint, random_checkpoint
 from resin.models.tying import settled_settings
-from resin.models.weights import AbstractModel, check_tensors, dummy_weights, load_weights
+from resin.models.weights import AbstractModel, StoredTensor, check_tensors, dummy_weights, load_weights, read_share
 from resin.runtime.mesh import build_mesh
 from resin.runtime.options import RunnerOptions
 
@@ -162,6 +163,34 @@ def test_weights_land_with_their_shardings_and_progress_is_complete() -> None:
         assert (array.shape, array.dtype) == (argument.shape, argument.dtype)
     held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     assert held == model.device_nbytes(mesh) < model.nbytes
+
+
+class CountingCheckpoint(MemoryCheckpoint):
+    """Counts the bytes that are read of it."""
+
+    nbytes = 0
+
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
+        part = super().read(name, window)
+        self.nbytes += part.nbytes
+        return part
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_device_s_share_reads_what_it_holds(family: str, tp: int) -> None:
+    made = random_checkpoint(TINY_CONFIGS[family])
+    checkpoint, mesh = CountingCheckpoint(made.config, made.arrays), build_mesh(RunnerOptions(tp=tp))
+    model_class, config = read_model(checkpoint)
+    model = AbstractModel.of(model_class(config, Placement("float32", tp=tp)))
+    for declaration, argument in zip(model.declarations, model.arguments(mesh), strict=True):
+        tensors = [StoredTensor(checkpoint, name) for name in declaration.sources]
+        stored = sum(checkpoint.arrays[name].nbytes for name in declaration.sources)
+        for index in argument.sharding.devices_indices_map(argument.shape).values():
+            checkpoint.nbytes = 0
+            window = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, argument.shape, strict=True))
+            share = read_share(declaration, tensors, argument.shape, window)
+            assert checkpoint.nbytes * math.prod(declaration.shape) == stored * share.size, declaration.sources
 
 
 def test_loaded_arrays_do_not_alias_the_checkpoint() -> None:

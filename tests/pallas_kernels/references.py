@@ -11,7 +11,7 @@ from resin.models.ops.protocol import ExpertOperands, Routed
 from resin.models.ops.xla import XlaOps
 from resin.models.rope import rotate
 from resin.pallas_kernels.gates import SILU, Gate
-from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.heads import NewTokens, split_heads
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.norms import normalise
 from resin.pallas_kernels.rope_append import append_rows
@@ -49,8 +49,7 @@ def rope_append_ref(
     with_keys: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """As `rope_append`; writes to page 0 as well."""
-    heads = x.shape[1] - 2 * kv_heads
-    query, key, value = jnp.split(jnp.asarray(x), (heads, heads + kv_heads), axis=1)
+    query, key, value = split_heads(jnp.asarray(x), kv_heads)
     query, key = normalise(query, q_norm, eps), normalise(key, k_norm, eps)
     query, key = rotate(query, (cos, sin)), rotate(key, (cos, sin))
     arena = jnp.asarray(arena)

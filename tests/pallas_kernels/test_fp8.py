@@ -131,7 +131,7 @@ def test_append_writes_the_bytes_and_nothing_else(shape, scale):
     assert np.count_nonzero(held != 0xFFFF) == tokens * 2 * kv_heads * width // 2
     page, offset, value_row = places[0][0], places[1][0], places[3]
     row = held.reshape(len(held), -1, width // 2)[page, value_row + offset]
-    vector = x[0, heads + kv_heads]
+    vector = x[0, heads // kv_heads + 1]
     # The second half of a vector lies in the upper bytes.
     expected = np.clip(vector / scale, -448, 448).astype(FP8).view(np.uint8).astype(np.uint16)
     np.testing.assert_array_equal(row, expected[: width // 2] | expected[width // 2 :] << 8)

@@ -12,6 +12,7 @@ from resin.pallas_kernels.draw import sample_tokens_ref
 from resin.pallas_kernels.experts import expert_ffn
 from resin.pallas_kernels.experts_packed import packed_expert_ffn
 from resin.pallas_kernels.gates import SILU, Gate
+from resin.pallas_kernels.heads import split_heads
 from resin.pallas_kernels.mxfp4 import PackedMatrices, pack_factors, pack_words, scale_shift
 from resin.pallas_kernels.paged_decode import MAX_ROWS, paged_decode_attention
 from resin.pallas_kernels.paged_prefill import paged_prefill_attention
@@ -152,7 +153,7 @@ def test_attention_and_append_at_the_far_end_of_a_large_arena():
     whole, _ = prefill(query, arena, indptr, ids, jnp.array([0, tokens], jnp.int32), length, first, *rows)
     decode = jax.jit(functools.partial(paged_decode_attention, **chosen))
     last, *_ = decode(query[-1:, None], arena, indptr, ids, length, first, *rows)
-    key, value = (np.asarray(part, np.float64) for part in jnp.split(joined[:, heads:], 2, axis=1))
+    key, value = (np.asarray(part, np.float64) for part in split_heads(joined, kv_heads)[1:])
     key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
     scores = np.einsum("thd,nhd->htn", np.asarray(query, np.float64), key) * width**-0.5
     weights = np.exp(np.where(np.tri(tokens, dtype=bool), scores, -np.inf))

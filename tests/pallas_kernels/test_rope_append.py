@@ -76,13 +76,15 @@ def test_reference_rotates_half_split_pairs_and_leaves_values():
     q, arena, _ = jax.jit(functools.partial(rope_append_ref, **call))(*arguments)
     pairs = (x[:, :, :32] + 1j * x[:, :, 32:]) * (cos + 1j * sin)[:, None, :]
     turned = np.concatenate([pairs.real, pairs.imag], axis=-1)
-    np.testing.assert_allclose(q, turned[:, :4], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(q, turned[:, [0, 1, 4, 5]], rtol=0, atol=1e-5)  # each KV head has two
     rows = np.asarray(arena).reshape(arena.shape[0], -1, 64)
     for token in range(4):
         for head in range(2):
             place = head * 8 + offsets[token]
-            np.testing.assert_allclose(rows[pages[token], key_row + place], turned[token, 4 + head], rtol=0, atol=1e-5)
-            np.testing.assert_array_equal(rows[pages[token], value_row + place], x[token, 6 + head])
+            np.testing.assert_allclose(
+                rows[pages[token], key_row + place], turned[token, 4 * head + 2], rtol=0, atol=1e-5
+            )
+            np.testing.assert_array_equal(rows[pages[token], value_row + place], x[token, 4 * head + 3])
 
 
 def test_uint16_arena_takes_bfloat16_bits():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from resin import Engine
-from resin.models.loading.checkpoint import CheckpointError
+from resin.models.loading.checkpoint import CheckpointError, Window
 from resin.models.testing import MemoryCheckpoint
 from resin.plan import ArenaSpec, InvalidRequest
 from resin.runtime import ModelRunner, build_runner
@@ -18,9 +18,9 @@ class CountingCheckpoint(MemoryCheckpoint):
 
     reads = 0
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
         self.reads += 1
-        return super().read(name)
+        return super().read(name, window)
 
 
 def counting_runner(**changes: object) -> tuple[CountingCheckpoint, ModelRunner]:

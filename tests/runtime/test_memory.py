@@ -36,7 +36,9 @@ SCRATCH_BYTES = 1 << 20  # what does not grow with tokens: partial sums, counter
 def activation_bytes(spec: StepSpec, bucket: Bucket) -> int:
     """The stated bound on what a step of this bucket needs beside weights, arena and slots."""
     vocab = spec.config.vocab_size
-    widths = [size for leaf in spec.model.declarations for size in leaf.shape[-2:] if size != vocab]
+    matrices = [item for item in spec.model.declarations if item.inner]
+    outer = [math.prod(item.shape[item.shape.index(item.inner) + 1 :]) for item in matrices]
+    widths = [size for size in (*outer, *(item.inner for item in matrices)) if size != vocab]
     rows = max(bucket.sequences, min(bucket.tokens, PROMPT_ROWS))
     return 4 * (LAYER_ARRAYS * bucket.tokens * max(widths) + LOGIT_ARRAYS * rows * vocab) + SCRATCH_BYTES
 

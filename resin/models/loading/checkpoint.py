@@ -27,6 +27,15 @@ class CheckpointError(ResinError, ValueError):
         self.reason = reason
 
 
+Window = tuple[slice, ...]
+"""Part of an array: a slice with start and stop for each of its first dimensions."""
+
+
+def cut(array: np.ndarray, window: Window) -> np.ndarray:
+    """A view of a window."""
+    return array[window] if window else array
+
+
 def refuse_misfits(location: object, what: str, *faults: Sequence[str]) -> None:
     """Raises a CheckpointError that counts what does not fit a model and names the first few of each kind."""
     mixed = [fault for row in zip_longest(*faults) for fault in row if fault is not None]
@@ -64,16 +73,16 @@ class Checkpoint(Protocol):
     @property
     def quantised(self) -> Mapping[str, TensorInfo]: ...
 
-    def read(self, name: str) -> np.ndarray:
-        """Returns one entry of `tensors`: C-contiguous, or a read-only view of the mapped file.
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
+        """Returns one entry of `tensors`, or a window of it, which may be a read-only view of the mapped file.
 
         Raises:
             CheckpointError: there is no such tensor, or its bytes cannot be used.
         """
         ...
 
-    def read_dequantised(self, name: str) -> np.ndarray:
-        """Returns one entry of `quantised` as floats; any other name reads as `read` does.
+    def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
+        """Returns one entry of `quantised` as floats, or a window of it; any other name reads as `read` does.
 
         Raises:
             CheckpointError: there is no such tensor, or its bytes cannot be used.

@@ -1,8 +1,8 @@
 """A converted checkpoint: weights as the devices hold them, saved by `resin convert`.
 
 A directory with `config.json`, the tokenizer's files, `weights/` in Orbax's format, and `resin.json`, which is written
-last and so marks the rest as complete. The weights fit one dtype and one number of devices; `resin.models.conversion`
-saves and restores them.
+last and so marks the rest as complete. The weights fit one dtype and any mesh; `resin.models.conversion` saves and
+restores them.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo
+from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window
 from resin.models.loading.directory import read_json_object
 
 MANIFEST = "resin.json"
 WEIGHTS = "weights"
-FORMAT = 1
+FORMAT = 2  # 1 held weights as one number of devices shares them
 
 
 class ConvertedCheckpoint:
@@ -24,7 +24,6 @@ class ConvertedCheckpoint:
 
     Attributes:
         dtype: of weights that have none of their own.
-        tp: devices that the weights are laid out for.
         weights: shape and dtype of every weight by its path in the model.
     """
 
@@ -38,17 +37,17 @@ class ConvertedCheckpoint:
         if manifest.get("format") != FORMAT:
             raise CheckpointError(directory, f"has format {manifest.get('format')!r}, expected {FORMAT}: convert again")
         try:
-            self.dtype, self.tp = str(manifest["dtype"]), int(manifest["tp"])
+            self.dtype = str(manifest["dtype"])
             self.weights = {
                 name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in manifest["weights"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(directory / MANIFEST, f"is damaged ({error!r})") from error
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
         raise CheckpointError(self.location, "a converted checkpoint has no single tensors", name)
 
-    def read_dequantised(self, name: str) -> np.ndarray:
+    def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
         return self.read(name)
 
     def close(self) -> None:

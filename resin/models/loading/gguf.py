@@ -10,7 +10,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo
+from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
 from resin.models.loading.gguf_config import fit_llama3_rope, translate_gguf_config
 from resin.models.loading.gguf_header import GgufTensor
 from resin.models.loading.gguf_names import Change, PackedExperts, PlainExperts, Rule, Stored, name_gguf_tensors
@@ -48,21 +48,25 @@ class GgufCheckpoint:
         """The file's own key/value pairs (tokenizer and chat template among them)."""
         return self._header.metadata
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
         rule = self._rules.get(name)
         if rule is None:
             raise CheckpointError(self.location, "is not in the file", name)
         if isinstance(rule, Stored):
-            return self._read_stored(rule)
+            return self._read_stored(rule, window)
+        experts, *others = window or (slice(None),)
         if isinstance(rule, PackedExperts):
-            return self._read_packed(rule)
-        return self._read_plain_experts(rule)
+            values = self._read_packed(rule, experts)
+        else:
+            values = self._read_plain_experts(rule, experts)
+        return cut(values, (slice(None), *others))
 
-    def read_dequantised(self, name: str) -> np.ndarray:
+    def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
         if name not in self.quantised:
-            return self.read(name)
-        blocks, scales = packed_parts(name, self.tensors)
-        return dequantise_mxfp4(self.read(blocks), self.read(scales))
+            return self.read(name, window)
+        experts, *others = window or (slice(None),)
+        blocks, scales = (self.read(part, (experts,)) for part in packed_parts(name, self.tensors))
+        return cut(dequantise_mxfp4(blocks, scales), (slice(None), *others))
 
     def close(self) -> None:
         self._parts = []
@@ -140,14 +144,22 @@ class GgufCheckpoint:
         with np.errstate(invalid="ignore", over="ignore"):
             return np.asarray(dequantize(rows, tensor.type))
 
-    def _read_stored(self, rule: Stored) -> np.ndarray:
+    def _read_stored(self, rule: Stored, window: Window) -> np.ndarray:
         tensor = self._header.tensors[rule.source]
         rows = self._bytes(tensor, rule.expert)
+        if rows.ndim > 1 and window:  # only what holds the window's rows is decoded
+            unit = tensor.shape[0] // rule.heads if rule.change is Change.UNPERMUTE_HEADS else 1
+            first = window[0].start // unit * unit
+            rows = rows[first : -(-window[0].stop // unit) * unit]
+            window = (slice(window[0].start - first, window[0].stop - first), *window[1:])
         if rule.change is Change.UNPERMUTE_HEADS:
             # A bias is one row of values, a matrix has one row an output.
-            items = rows.reshape(tensor.shape[0], -1)
-            halves = items.reshape(rule.heads, tensor.shape[0] // rule.heads // 2, 2, items.shape[-1])
+            pairs = tensor.shape[0] // rule.heads // 2
+            halves = rows.reshape(-1, pairs, 2, rows[0].nbytes if rows.ndim > 1 else rows.nbytes // tensor.shape[0])
             rows = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+        return cut(self._changed(rule, tensor, rows), window)
+
+    def _changed(self, rule: Stored, tensor: GgufTensor, rows: np.ndarray) -> np.ndarray:
         values = self._floats(rows, tensor)
         if rule.change is Change.MINUS_ONE:
             with np.errstate(invalid="ignore"):
@@ -156,13 +168,14 @@ class GgufCheckpoint:
             return values.reshape(values.shape[0], 1, -1)
         return values
 
-    def _read_packed(self, rule: PackedExperts) -> np.ndarray:
+    def _read_packed(self, rule: PackedExperts, chosen: slice) -> np.ndarray:
         shape = self._header.tensors[rule.sources[0]].shape
-        experts, rows, groups, count = shape[0], shape[1], shape[2] // MXFP4_VALUES, len(rule.sources)
+        rows, groups, count = shape[1], shape[2] // MXFP4_VALUES, len(rule.sources)
+        experts = len(range(shape[0])[chosen])
         tail = (groups, 16) if rule.part == "blocks" else (groups,)
         result = np.empty((experts, rows, count, *tail), np.uint8)
         for index, source in enumerate(rule.sources):
-            stored = self._bytes(self._header.tensors[source]).reshape(experts, rows, groups, _MXFP4_BYTES)
+            stored = self._bytes(self._header.tensors[source])[chosen].reshape(experts, rows, groups, _MXFP4_BYTES)
             if rule.part == "scales":
                 result[:, :, index] = stored[..., 0]
                 continue
@@ -173,9 +186,9 @@ class GgufCheckpoint:
             result[:, :, index, :, 8:] = high[..., 0::2] | high[..., 1::2] << 4
         return result.reshape(experts, rows * count, *tail)
 
-    def _read_plain_experts(self, rule: PlainExperts) -> np.ndarray:
+    def _read_plain_experts(self, rule: PlainExperts, chosen: slice) -> np.ndarray:
         stored = [self._header.tensors[source] for source in rule.sources]
-        parts = [self._floats(self._bytes(tensor), tensor) for tensor in stored]
+        parts = [self._floats(self._bytes(tensor)[chosen], tensor) for tensor in stored]
         joined = np.stack(parts, axis=2)
         merged = joined.reshape(parts[0].shape[0], math.prod(joined.shape[1:3]), *parts[0].shape[2:])
         return np.ascontiguousarray(merged.swapaxes(1, 2)) if rule.transposed else merged

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from resin.models.config_reader import ConfigReader
-from resin.models.loading.checkpoint import TensorInfo
+from resin.models.loading.checkpoint import TensorInfo, Window, cut
 
 MXFP4_VALUES = 32  # values that share one scale
 # e2m1 code -> value; codes 8 to 15 are the same negated.
@@ -23,6 +23,27 @@ _FP8_SCALE = "_scale_inv"
 _FP8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 _FP8_SCALE_TYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _DEFAULT_FP8_BLOCK = (128, 128)
+
+
+def dequantise(values: np.ndarray, scales: np.ndarray, window: Window, config: Mapping[str, Any]) -> np.ndarray:
+    """Decodes a window of a packed tensor: MXFP4 where the values are bytes, else FP8 in the config's blocks.
+
+    What lies outside the window's rows (MXFP4: experts) is neither read nor decoded.
+    """
+    if values.dtype == np.uint8:
+        experts = window[:1]
+        return cut(dequantise_mxfp4(cut(values, experts), cut(scales, experts)), (slice(None), *window[1:]))
+    block = fp8_block(config)
+    if not window:
+        return dequantise_fp8(values, scales, block)
+    # Whole blocks, then what was asked for.
+    starts = [part.start // size for part, size in zip(window, block, strict=False)]
+    ends = [-(-part.stop // size) for part, size in zip(window, block, strict=False)]
+    blocks = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
+    around = tuple(slice(part.start * size, part.stop * size) for part, size in zip(blocks, block, strict=False))
+    decoded = dequantise_fp8(cut(values, around), cut(scales, blocks), block)
+    inside = (slice(part.start - near.start, part.stop - near.start) for part, near in zip(window, around, strict=True))
+    return cut(decoded, tuple(inside))
 
 
 def dequantise_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

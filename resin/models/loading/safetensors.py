@@ -15,14 +15,12 @@ from typing import Any, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo
+from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
 from resin.models.loading.mapped import map_file
 from resin.models.loading.quantised import (
     check_packed,
-    dequantise_fp8,
-    dequantise_mxfp4,
+    dequantise,
     find_quantised,
-    fp8_block,
     packed_parts,
 )
 
@@ -97,20 +95,18 @@ class SafetensorsCheckpoint:
                 values, _ = packed_parts(name, self.tensors)
                 raise CheckpointError(places[values].path, fault, values)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, window: Window = ()) -> np.ndarray:
         file = self._places.get(name)
         if file is None:
             reason = "the checkpoint is closed" if name in self.tensors else "is not in the checkpoint"
             raise CheckpointError(self.location, reason, name)
-        return file.read(name)
+        return cut(file.read(name), window)
 
-    def read_dequantised(self, name: str) -> np.ndarray:
+    def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
         if name not in self.quantised:
-            return self.read(name)
+            return self.read(name, window)
         values, scales = (self.read(part) for part in packed_parts(name, self.tensors))
-        if values.dtype == np.uint8:
-            return dequantise_mxfp4(values, scales)
-        return dequantise_fp8(values, scales, fp8_block(self.config))
+        return dequantise(values, scales, window, self.config)
 
     def close(self) -> None:
         self._places = {}

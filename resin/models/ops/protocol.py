@@ -20,7 +20,7 @@ class HeadOperands(NamedTuple):
     """What makes heads of tokens.
 
     Attributes:
-        weight: [hidden, (H + 2 K) * D], query heads, key heads, value heads.
+        weight: [hidden, (H + 2 K) * D], each KV head with its queries, its key and its value.
         bias: [(H + 2 K) * D] added to the product; None for none.
         norms: of each query and of each key head; None for none.
         kv_heads: K.

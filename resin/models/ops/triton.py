@@ -13,7 +13,7 @@ from resin.models.ops.protocol import ExpertOperands, HeadOperands, Rotation, Ro
 from resin.models.ops.xla import XlaOps, turn_heads
 from resin.pallas_kernels.counters import Counters
 from resin.pallas_kernels.gates import Gate, GateFunction
-from resin.pallas_kernels.heads import NewTokens
+from resin.pallas_kernels.heads import NewTokens, split_heads
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.route import RouteRule
 from resin.pallas_kernels.table import ProductKernels, takes_dense_kernel, takes_heads_kernel, takes_route_kernel
@@ -120,7 +120,7 @@ class TritonOps:
                 fp8_scale=target.fp8_scale,
                 with_keys=target.wants_vectors,
             )
-        return Heads(query, key, joined[:, -qkv.kv_heads :] if target.wants_vectors else None, arena)
+        return Heads(query, key, split_heads(joined, qkv.kv_heads)[2] if target.wants_vectors else None, arena)
 
     def route(
         self,

@@ -11,6 +11,7 @@ from resin.models.ops.grouped import grouped_experts
 from resin.models.ops.protocol import ExpertOperands, HeadOperands, Rotation, Routed
 from resin.models.rope import rotate
 from resin.pallas_kernels.gates import GateFunction
+from resin.pallas_kernels.heads import split_heads
 from resin.pallas_kernels.mxfp4 import PackedMatrices, unpack_matrices
 from resin.pallas_kernels.route import NormedRows, RouteRule, route_tokens_ref
 
@@ -81,8 +82,7 @@ class XlaOps:
 def turn_heads(product: jax.Array, qkv: HeadOperands, rotation: Rotation) -> Heads:
     """Normalises and rotates the queries and keys of the QKV product."""
     joined = product.reshape(product.shape[0], -1, qkv.width)
-    heads = joined.shape[1] - 2 * qkv.kv_heads
-    query, key, value = jnp.split(joined, (heads, heads + qkv.kv_heads), axis=1)
+    query, key, value = split_heads(joined, qkv.kv_heads)
     if qkv.norms is not None:
         query, key = qkv.norms[0](query), qkv.norms[1](key)
     return Heads(rotate(query, rotation), rotate(key, rotation), value)
