@@ -109,5 +109,5 @@ def test_unbinding_gives_the_memory_back(runner: ModelRunner) -> None:
         generate(engine)
         arena, slots = runner._state.arena, runner._state.slots
         assert arena is not None and slots is not None
-    assert runner._state.arena is None and runner._state.slots is None and not runner._state.masks
+    assert runner._state.arena is None and runner._state.slots is None and runner._state.no_masks is None
     assert arena.is_deleted() is False, "others may still look at it"
