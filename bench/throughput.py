@@ -186,9 +186,11 @@ def run(
         drive(engine, [Job(0.0, jobs[0].prompt, 2)])
         observed.uses.clear()
         outcomes = drive(engine, jobs)
+        config = engine.resolved.as_record()
         hits = engine.metrics.prefix_hit_tokens if engine.metrics is not None else 0
     report = summarise(outcomes)
     report["prefix_hit_tokens"] = hits
+    report["config"] = config
     report["buckets"] = bucket_rows(observed.uses)
     return report
 
