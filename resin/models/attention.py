@@ -10,6 +10,7 @@ from resin.models.axes import Axis
 from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
+from resin.models.linear import Linear
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.ops.protocol import HeadOperands
 from resin.models.rope import Rope
@@ -61,16 +62,15 @@ class Attention(nnx.Module):
         joined = JoinedHeads(kv_heads, heads // kv_heads, width)
         shape = kv_heads, heads // kv_heads + 2, width
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv = declare(
-            (hidden, *shape),
+        self.qkv = Linear(
             placement,
             [f"{part}.weight" for part in inputs],
+            (hidden, *shape),
             assembly=joined,
             axes=(None, Axis.KV, None, None),
-            inner=hidden,
         )
-        self.output = declare(
-            (heads * width, hidden), placement, f"{output}.weight", assembly=Transposed(), axes=(Axis.HEADS, None)
+        self.output = Linear(
+            placement, f"{output}.weight", (heads * width, hidden), assembly=Transposed(), axes=(Axis.HEADS, None)
         )
         biases = [f"{part}.bias" for part in inputs]
         self.qkv_bias = (
@@ -97,11 +97,11 @@ class Attention(nnx.Module):
             attended = run.cache.attend(heads.query, *self.entries.halves(), self.how, sinks=sinks)
             joined = attended.out.reshape(x.shape[0], -1)
             bias = None if self.output_bias is None else self.output_bias[...]
-            return run.row_parallel(Axis.HEADS, joined, self.output[...], bias=bias, residual=residual)
+            return run.row_parallel(Axis.HEADS, joined, self.output.operand(), bias=bias, residual=residual)
 
     def _qkv(self) -> HeadOperands:
         return HeadOperands(
-            weight=self.qkv[...].reshape(self.qkv.shape[0], -1),
+            weight=self.qkv.operand(),
             bias=None if self.qkv_bias is None else self.qkv_bias[...].reshape(-1),
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
             kv_heads=self.entries.rows // 2,

@@ -14,9 +14,10 @@ from resin.models.axes import Axis
 from resin.models.config_reader import ConfigReader
 from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
+from resin.models.linear import PLAIN, Format, Linear
 from resin.models.norm import RMSNorm
 from resin.models.ops.protocol import ExpertOperands
-from resin.models.packed import PackedExpertMatrix
+from resin.models.packed import Mxfp4Tiles
 from resin.models.routers import Router
 from resin.pallas_kernels.gates import SILU, GateFunction
 
@@ -59,32 +60,27 @@ class ExpertSizes:
         return 2 * self.top_k * inner * outer
 
 
-class ExpertMatrix(nnx.Module):
-    """One `[in, out]` or `[in, 2, out]` matrix an expert, as numbers of the model's dtype."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        sources: str | list[str],
-        sizes: ExpertSizes,
-        shape: tuple[int, ...],
-        *,
-        assembly: Assembly,
-    ) -> None:
-        self.weight = declare(
-            (sizes.experts, *shape),
-            placement,
-            sources,
-            assembly=assembly,
-            axes=(Axis.EXPERTS, *(None for _ in shape)),
-            inner=shape[0],
-            flops_per_token=sizes.flops(shape[0], prod(shape[1:])),
-            token_share=sizes.token_share,
-        )
-
-    def operand(self) -> jax.Array:
-        """`[E, in, out]`."""
-        return self.weight[...].reshape(*self.weight.shape[:2], -1)
+def expert_matrices(
+    placement: Placement,
+    sources: str | list[str],
+    sizes: ExpertSizes,
+    shape: tuple[int, ...],
+    *,
+    assembly: Assembly,
+    format: Format = PLAIN,
+) -> Linear:
+    """One matrix of a shape `[in, *out]` an expert."""
+    return Linear(
+        placement,
+        sources,
+        (sizes.experts, *shape),
+        assembly=assembly,
+        axes=(Axis.EXPERTS, *(None for _ in shape)),
+        format=format,
+        is_stack=True,
+        flops_per_token=sizes.flops(shape[0], prod(shape[1:])),
+        token_share=sizes.token_share,
+    )
 
 
 class MixtureOfExperts(nnx.Module):
@@ -99,8 +95,8 @@ class MixtureOfExperts(nnx.Module):
         sizes: ExpertSizes,
         *,
         router: Router,
-        gate_up: ExpertMatrix | PackedExpertMatrix,
-        down: ExpertMatrix | PackedExpertMatrix,
+        gate_up: Linear,
+        down: Linear,
         gate: GateFunction = SILU,
         biases: tuple[str, str] | None = None,
     ) -> None:
@@ -172,14 +168,14 @@ def listed_experts(
         placement,
         sizes,
         router=router,
-        gate_up=ExpertMatrix(
+        gate_up=expert_matrices(
             placement,
             [f"{name}.{expert}.{part}.weight" for expert in each for part in (gate, up)],
             sizes,
             (sizes.hidden, 2, sizes.width),
             assembly=Stacked(Joined(2), sizes.experts),
         ),
-        down=ExpertMatrix(
+        down=expert_matrices(
             placement,
             [f"{name}.{expert}.{down}.weight" for expert in each],
             sizes,
@@ -195,29 +191,17 @@ def joined_experts(
     """Experts in one tensor a matrix, gate and up interleaved, with biases; packed as MXFP4 or plain."""
     gate_up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
 
-    def matrix(source: str, shape: tuple[int, int], interleaved: bool) -> ExpertMatrix | PackedExpertMatrix:
-        if packed:
-            flops, share = sizes.flops(*shape), sizes.token_share
-            return PackedExpertMatrix(
-                placement,
-                source,
-                sizes.experts,
-                shape,
-                interleaved=interleaved,
-                flops_per_token=flops,
-                token_share=share,
-            )
-        if interleaved:
-            halves = shape[0], 2, shape[1] // 2
-            return ExpertMatrix(placement, source, sizes, halves, assembly=Deinterleaved())
-        return ExpertMatrix(placement, source, sizes, shape, assembly=Same())
+    def matrices(source: str, shape: tuple[int, ...], interleaved: bool) -> Linear:
+        assembly = Deinterleaved() if interleaved else Same()
+        format = Mxfp4Tiles(interleaved) if packed else PLAIN
+        return expert_matrices(placement, source, sizes, shape, assembly=assembly, format=format)
 
     return MixtureOfExperts(
         placement,
         sizes,
         router=router,
-        gate_up=matrix(gate_up, (sizes.hidden, 2 * sizes.width), True),
-        down=matrix(down, (sizes.width, sizes.hidden), False),
+        gate_up=matrices(gate_up, (sizes.hidden, 2, sizes.width), True),
+        down=matrices(down, (sizes.width, sizes.hidden), False),
         gate=gate,
         biases=(f"{gate_up}_bias", f"{down}_bias"),
     )

@@ -7,8 +7,9 @@ from flax import nnx
 
 from resin.models.assemblies import Joined, Transposed
 from resin.models.axes import Axis
-from resin.models.declare import Placement, declare
+from resin.models.declare import Placement
 from resin.models.forward import Pass
+from resin.models.linear import Linear
 from resin.models.norm import RMSNorm
 from resin.pallas_kernels.gates import SILU, GateFunction
 
@@ -37,15 +38,10 @@ class GatedMLP(nnx.Module):
     ) -> None:
         placement.split("intermediate_size", width)
         gate_name, up_name, down_name = (f"{name}.{part}.weight" for part in names)
-        self.gate_up = declare(
-            (hidden, 2, width),
-            placement,
-            (gate_name, up_name),
-            assembly=Joined(2),
-            axes=(None, None, Axis.FFN),
-            inner=hidden,
+        self.gate_up = Linear(
+            placement, (gate_name, up_name), (hidden, 2, width), assembly=Joined(2), axes=(None, None, Axis.FFN)
         )
-        self.down = declare((width, hidden), placement, down_name, assembly=Transposed(), axes=(Axis.FFN, None))
+        self.down = Linear(placement, down_name, (width, hidden), assembly=Transposed(), axes=(Axis.FFN, None))
         self.gate = gate
 
     def __call__(
@@ -53,6 +49,5 @@ class GatedMLP(nnx.Module):
     ) -> jax.Array:
         """`residual + mlp(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("mlp"):
-            gate_up = self.gate_up[...].reshape(self.gate_up.shape[0], -1)
-            inner = run.ops.linear(x, gate_up, norm=norm, gate=self.gate)
-            return run.row_parallel(Axis.FFN, inner, self.down[...], residual=residual)
+            inner = run.ops.linear(x, self.gate_up.operand(), norm=norm, gate=self.gate)
+            return run.row_parallel(Axis.FFN, inner, self.down.operand(), residual=residual)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from resin.models.assemblies import Tensor
-from resin.models.axes import Axis
-from resin.models.declare import ByteInit, Init, Placement, declare
+from resin.models.declare import ByteInit, Init, Placement, Weight, declare
+from resin.models.linear import Matrices
 from resin.models.loading.checkpoint import Window
 from resin.pallas_kernels.mxfp4 import (
     BLOCK_BYTES,
@@ -23,6 +25,7 @@ from resin.pallas_kernels.mxfp4 import (
     packed_shapes,
     scale_shift,
     unpack_factors,
+    unpack_matrices,
     unpack_words,
 )
 from resin.plan import InvalidRequest
@@ -115,80 +118,79 @@ class Units:
             out[expert] = 2.0 ** scale_shift(scales)
 
 
-class PackedExpertMatrix(nnx.Module):
-    """One `[in, out]` matrix an expert in a quarter of bfloat16's bytes, decoded as it is used.
+@dataclass(frozen=True, slots=True)
+class Mxfp4Tiles:
+    """Four bits a number in the order of `PackedMatrices`, decoded as it is used: a `Format` of stacks.
 
-    Args:
-        placement: mesh.
-        name: checkpoint prefix of `_blocks` and `_scales`.
-        experts: E.
-        shape: in and out, multiples of 32 and 16.
-        interleaved: the checkpoint's rows are gate and up in turn; the product has gates, then ups.
-        flops_per_token, token_share: as `declare` takes them.
-
-    Raises:
-        InvalidRequest: a size that the packing cannot cut.
+    Attributes:
+        interleaved: the checkpoint's rows are gate and up in turn, the product has them in turns of eight.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        name: str,
-        experts: int,
-        shape: tuple[int, int],
-        *,
-        interleaved: bool,
-        flops_per_token: int,
-        token_share: float,
-    ) -> None:
-        self.inner, outer = shape
-        if self.inner % GROUP_VALUES:
-            raise InvalidRequest(f"input of {name}", self.inner, f"a multiple of {GROUP_VALUES}, the values of a scale")
+    interleaved: bool
+
+    def declare(self, placement: Placement, matrices: Matrices) -> dict[str, Weight]:
+        """Raises:
+        InvalidRequest: a size that the packing cannot cut.
+        """
+        (name, *_), inner, outer, experts = matrices.sources, matrices.inner, matrices.outer, matrices.shape[0]
+        if inner % GROUP_VALUES:
+            raise InvalidRequest(f"input of {name}", inner, f"a multiple of {GROUP_VALUES}, the values of a scale")
         if outer % TILE_ROWS:
             raise InvalidRequest(f"output of {name}", outer, f"a multiple of {TILE_ROWS}, the rows of a tile")
-        rows = PackedRows(self.inner, interleaved)
-        words, factors, units = packed_shapes(experts, outer, self.inner)
-        scale = 127 - math.log2(E2M1_STD * self.inner**0.5)
-        self.words = declare(
-            words,
-            placement,
-            f"{name}_blocks",
-            assembly=Words(rows),
-            axes=(Axis.EXPERTS, None, None, None),
-            dtype="int32",
-            stored_dtype="uint8",
-            init=ByteInit(mean=127.5, std=74.0),
-            flops_per_token=flops_per_token,
-            token_share=token_share,
-            parameters=experts * outer * self.inner,
-        )
-        self.factors = declare(
-            factors,
-            placement,
-            f"{name}_scales",
-            assembly=Factors(rows),
-            axes=(Axis.EXPERTS, None, None, None),
-            dtype="int32",
-            stored_dtype="uint8",
-            init=ByteInit(mean=scale + FACTOR_OF_SCALE, std=0.7, stored_mean=scale),
-            flops_per_token=0,
-            token_share=token_share,
-            parameters=0,
-        )
-        self.units = declare(
-            units,
-            placement,
-            f"{name}_scales",
-            assembly=Units(outer, rows),
-            axes=(Axis.EXPERTS,),
-            dtype="float32",
-            stored_dtype="uint8",
-            init=Init(std=0.0, mean=1.0),
-            flops_per_token=0,
-            token_share=token_share,
-            parameters=0,
-        )
+        rows = PackedRows(inner, self.interleaved)
+        words, factors, units = packed_shapes(experts, outer, inner)
+        scale = 127 - math.log2(E2M1_STD * inner**0.5)
+        shared: dict[str, Any] = {
+            "stored_dtype": "uint8",
+            "token_share": matrices.token_share,
+            "memory": matrices.memory,
+        }
+        axis = matrices.axes[0]
+        return {
+            "words": declare(
+                words,
+                placement,
+                f"{name}_blocks",
+                assembly=Words(rows),
+                axes=(axis, None, None, None),
+                dtype="int32",
+                init=ByteInit(mean=127.5, std=74.0),
+                inner=inner,
+                flops_per_token=matrices.flops_per_token,
+                parameters=experts * outer * inner,
+                **shared,
+            ),
+            "factors": declare(
+                factors,
+                placement,
+                f"{name}_scales",
+                assembly=Factors(rows),
+                axes=(axis, None, None, None),
+                dtype="int32",
+                init=ByteInit(mean=scale + FACTOR_OF_SCALE, std=0.7, stored_mean=scale),
+                inner=0,
+                parameters=0,
+                **shared,
+            ),
+            "units": declare(
+                units,
+                placement,
+                f"{name}_scales",
+                assembly=Units(outer, rows),
+                axes=(axis,),
+                dtype="float32",
+                init=Init(std=0.0, mean=1.0),
+                parameters=0,
+                **shared,
+            ),
+        }
 
-    def operand(self) -> PackedMatrices:
-        """E of `[out, in]`."""
-        return PackedMatrices(self.words[...], self.factors[...], self.units[...])
+    def operand(self, weights: dict[str, jax.Array], is_stack: bool) -> PackedMatrices:
+        return PackedMatrices(weights["words"], weights["factors"], weights["units"])
+
+    def decode(self, operand: PackedMatrices, inner: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """`[E, in, out]`, gates then ups."""
+        rows = unpack_matrices(operand, inner, jnp.dtype(dtype))
+        if self.interleaved:
+            rows = rows.reshape(len(rows), -1, 2, 8, inner).swapaxes(1, 2).reshape(rows.shape)
+        return rows.swapaxes(1, 2)

@@ -11,6 +11,7 @@ from resin.models.axes import Axis
 from resin.models.cache.protocol import PlaneRef
 from resin.models.declare import Init, Placement, declare
 from resin.models.forward import Pass
+from resin.models.linear import Linear
 from resin.models.norm import RMSNorm
 
 
@@ -28,13 +29,12 @@ class ShortConv(nnx.Module):
         placement.split("hidden_size", hidden)
         taps = state.rows + 1
         self.state = state
-        self.input = declare(
-            (hidden, 3, hidden),
+        self.input = Linear(
             placement,
             f"{name}.in_proj.weight",
+            (hidden, 3, hidden),
             assembly=Sections(Joined(3), (hidden,) * 3),
             axes=(None, None, Axis.CHANNELS),
-            inner=hidden,
         )
         self.filter = declare(
             (taps, hidden),
@@ -44,8 +44,8 @@ class ShortConv(nnx.Module):
             axes=(None, Axis.CHANNELS),
             init=Init(std=taps**-0.5),
         )
-        self.output = declare(
-            (hidden, hidden), placement, f"{name}.out_proj.weight", assembly=Transposed(), axes=(Axis.CHANNELS, None)
+        self.output = Linear(
+            placement, f"{name}.out_proj.weight", (hidden, hidden), assembly=Transposed(), axes=(Axis.CHANNELS, None)
         )
 
     def __call__(
@@ -53,9 +53,8 @@ class ShortConv(nnx.Module):
     ) -> jax.Array:
         """`residual + conv(norm(x))`, `[T, hidden]` -> `[T, hidden]`."""
         with jax.named_scope("short_conv"):
-            weight = self.input[...].reshape(self.input.shape[0], -1)
-            gate_in, gate_out, x = jnp.split(run.ops.linear(x, weight, norm=norm), 3, axis=-1)
+            gate_in, gate_out, x = jnp.split(run.ops.linear(x, self.input.operand(), norm=norm), 3, axis=-1)
             gated = gate_in * x
             inputs = [*run.cache.shift_state(self.state, gated), gated]
             filtered = sum(tap[None, :] * value for tap, value in zip(self.filter[...], inputs, strict=True))
-            return run.row_parallel(Axis.CHANNELS, gate_out * filtered, self.output[...], residual=residual)
+            return run.row_parallel(Axis.CHANNELS, gate_out * filtered, self.output.operand(), residual=residual)

@@ -1,4 +1,4 @@
-"""`resin convert`: saves a model's weights as the devices hold them, so that later starts need no work on the host."""
+"""`resin convert`: saves weights as the model uses them: later starts, on any mesh, need no work on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to; new or empty")
     parser.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--tp", type=int, metavar="N", default=1, help="devices to lay the weights out for; default 1")
+    parser.add_argument("--tp", type=int, metavar="N", default=1, help="devices that hold them meanwhile; default 1")
     parser.set_defaults(run=run)
 
 

@@ -66,7 +66,7 @@ def test_what_was_converted_otherwise_is_refused(converted: Path) -> None:
         restore_weights(abstract("gpt_oss", 2, "bfloat16"), checkpoint, mesh, dtype="bfloat16")
     with pytest.raises(CheckpointError, match=r"\d+ weights do not fit the model: missing .*extra ") as caught:
         restore_weights(abstract("llama", 2), checkpoint, mesh, dtype="float32")
-    assert "misshapen layers.0.attention.qkv float32 [64, 2, 6, 16], expected float32 [64, 2, 4, 16]" in str(
+    assert "misshapen layers.0.attention.qkv.weight float32 [64, 2, 6, 16], expected float32 [64, 2, 4, 16]" in str(
         caught.value
     )
     with pytest.raises(CheckpointError, match="no single tensors"):

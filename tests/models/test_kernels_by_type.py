@@ -15,8 +15,9 @@ from flax import nnx
 from resin.models.cache.paged import PagedCache
 from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.declare import Placement
-from resin.models.experts import ExpertMatrix, ExpertSizes, MixtureOfExperts, listed_experts
+from resin.models.experts import ExpertSizes, MixtureOfExperts, listed_experts
 from resin.models.forward import Pass
+from resin.models.linear import Linear
 from resin.models.norm import RMSNorm
 from resin.models.ops import pick_ops
 from resin.models.ops.protocol import ExpertOperands, HeadOperands, Routed
@@ -49,7 +50,7 @@ class LastRouter(Router):
         return routed._replace(experts=jnp.zeros_like(routed.experts) + last[None, :])
 
 
-class TwiceMatrix(ExpertMatrix):
+class TwiceMatrix(Linear):
     def operand(self) -> jax.Array:
         return super().operand() * 2
 
@@ -77,7 +78,7 @@ def norm(kind: type[RMSNorm] = RMSNorm, width: int = HIDDEN, eps: float = 1e-5) 
 
 def experts(
     router: type[Router] = Router,
-    matrix: type[ExpertMatrix] = ExpertMatrix,
+    matrix: type[Linear] = Linear,
     mixture: type[MixtureOfExperts] = MixtureOfExperts,
     gate: GateFunction = SILU,
 ) -> MixtureOfExperts:
@@ -140,7 +141,7 @@ OPERANDS: dict[str, tuple[str, Callable[[Pass, jax.Array, bool], jax.Array]]] = 
     "router": ("grouped_product", lambda run, x, own: experts(LastRouter if own else Router)(run, x)),
     "matrix of experts": (
         "grouped_product",
-        lambda run, x, own: experts(matrix=TwiceMatrix if own else ExpertMatrix)(run, x),
+        lambda run, x, own: experts(matrix=TwiceMatrix if own else Linear)(run, x),
     ),
     "operands of experts": (
         "grouped_product",

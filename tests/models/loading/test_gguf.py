@@ -1,6 +1,7 @@
 """GGUF files read as Hugging Face checkpoints, and every damaged file explained."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,6 +36,15 @@ from tests.models.loading.gguf_files import (
 DATA = Path(__file__).parents[2] / "data"
 
 
+def windows(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Thirds of each dimension that end within heads and blocks, and one that leaves later dimensions whole."""
+    yield (slice(shape[0] // 3, shape[0]),)
+    for place, size in enumerate(shape):
+        whole = [slice(0, other) for other in shape]
+        for part in (slice(0, max(size // 3, 1)), slice(size // 3, size)):
+            yield (*whole[:place], part, *whole[place + 1 :])
+
+
 @pytest.mark.parametrize("architecture", sorted(MAKERS))
 def test_every_architecture_reads_back_as_hugging_face_tensors(tmp_path: Path, architecture: str) -> None:
     file = MAKERS[architecture]()
@@ -47,6 +57,8 @@ def test_every_architecture_reads_back_as_hugging_face_tensors(tmp_path: Path, a
         assert found.flags.c_contiguous
         # Gemma's norms lose a bit to the 1 that is added and taken away.
         np.testing.assert_allclose(found, expected, rtol=0, atol=3e-7 if architecture == "gemma3" else 0, err_msg=name)
+        for window in windows(found.shape):
+            np.testing.assert_array_equal(checkpoint.read(name, window), found[window], err_msg=name)
 
 
 COMMON = {
@@ -149,6 +161,8 @@ def test_quantised_rows_are_dequantised_and_unpermuted(tmp_path: Path, kind: Kin
         wanted = {Kind.F16: np.dtype(np.float16), Kind.BF16: np.dtype(ml_dtypes.bfloat16)}
         assert found.dtype == wanted.get(kind, np.dtype(np.float32))
         np.testing.assert_array_equal(found.astype(np.float32), expected)
+        for window in windows(found.shape):
+            np.testing.assert_array_equal(checkpoint.read(name, window), found[window])
 
 
 def test_float_tensors_are_views_of_the_file(tmp_path: Path) -> None:

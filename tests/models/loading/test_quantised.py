@@ -80,6 +80,8 @@ def test_packed_tensors_are_offered_beside_their_raw_parts(tmp_path: Path) -> No
     for name, info in checkpoint.quantised.items():
         found = checkpoint.read_dequantised(name)
         assert (found.shape, found.dtype.name) == info
+        for window in ((slice(1, 2),), *(tuple(slice(size // 3, size - 1) for size in info.shape),) * (name[0] == "q")):
+            np.testing.assert_array_equal(checkpoint.read_dequantised(name, window), found[window])
     np.testing.assert_array_equal(
         checkpoint.read_dequantised("e.gate_up_proj").astype(np.float64), expected_mxfp4(blocks, scales)
     )
