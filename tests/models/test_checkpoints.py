@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gguf.constants import GGMLQuantizationType
 
 from resin.models.declare import Placement
 from resin.models.families import read_config
 from resin.models.loading import CheckpointError
 from resin.models.loading.gguf_config import translate_gguf_config
-from resin.models.loading.gguf_header import GGMLQuantizationType, GgufHeader, GgufTensor
+from resin.models.loading.gguf_header import GgufHeader, GgufTensor
 from resin.models.summary import count_parameters
 from resin.models.weights import AbstractModel
 from resin.plan import InvalidRequest
