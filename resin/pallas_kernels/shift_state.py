@@ -175,15 +175,12 @@ def read_states(
         `[B, rows, width]`, and the arena that `write_states` takes: it comes after what was read, since XLA would fuse
         both and copy the arena.
     """
-    held = from_arena(
-        arena.reshape(-1, width)
-        .at[_places(arena, pages, is_fresh.shape[0], first_row, rows, width)]
-        .get(mode="promise_in_bounds"),
-        dtype,
-    )
+    flat = arena.reshape(-1, width)
+    at = _places(arena, pages, is_fresh.shape[0], first_row, rows, width)
+    held = from_arena(flat.at[at].get(mode="promise_in_bounds"), dtype)
     held = jnp.where(is_fresh[:, None, None], jnp.zeros((), dtype), held)
-    held, arena = lax.optimization_barrier((held, arena))
-    return held, arena
+    held, flat = lax.optimization_barrier((held, flat))  # in the shape that is written: a view of it is a copy
+    return held, flat.reshape(arena.shape)
 
 
 def write_states(arena: jax.Array, pages: jax.Array, value: jax.Array, first_row: jax.Array | int) -> jax.Array:
