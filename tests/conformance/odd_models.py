@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from resin.models.assemblies import Transposed
 from resin.models.axes import Axis
 from resin.models.cache.attended import merge
 from resin.models.cache.protocol import PlaneRef
-from resin.models.declare import BIAS, Placement, Transposed, declare
+from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
 from resin.models.llama import Llama, LlamaConfig, LlamaLayer
 from resin.models.norm import RMSNorm
@@ -35,9 +36,11 @@ class BothCaches(nnx.Module):
     def __init__(self, config: LlamaConfig, placement: Placement, index: int, others: tuple[LlamaLayer, ...]) -> None:
         name, width = f"model.layers.{index}.self_attn", config.heads * config.head_dim
         self.norm = RMSNorm(placement, f"model.layers.{index}.input_layernorm", config.hidden, config.norm_eps)
-        self.query = declare((config.hidden, width), placement, f"{name}.q_proj.weight", assembly=Transposed())
-        self.output = declare((width, config.hidden), placement, f"{name}.o_proj.weight", assembly=Transposed())
-        self.sinks = declare((config.heads,), placement, f"{name}.sinks", init=BIAS)
+        query, output = (f"{name}.{part}_proj.weight" for part in "qo")
+        shape = config.hidden, width
+        self.query = declare(shape, placement, query, assembly=Transposed(), axes=(None, Axis.HEADS))
+        self.output = declare(shape[::-1], placement, output, assembly=Transposed(), axes=(Axis.HEADS, None))
+        self.sinks = declare((config.heads,), placement, f"{name}.sinks", axes=(Axis.HEADS,), init=BIAS)
         self.places = tuple((other.attention.entries, other.attention.how) for other in others)
         self.rope = config.rope
 

@@ -53,7 +53,7 @@ def build_program(
         layer = model.merge(weights)
         return layer(run, x, norm=layer.norm, residual=x)
 
-    specs, whole = model.specs(), PartitionSpec()
+    specs, whole = model.specs(mesh), PartitionSpec()
     mapped = jax.shard_map(forward, mesh=mesh, in_specs=(specs, whole), out_specs=whole, check_vma=False)
     return jax.jit(mapped), dummy_weights(model, mesh, seed=1)
 
