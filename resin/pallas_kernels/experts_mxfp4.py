@@ -7,12 +7,8 @@ become bfloat16 in registers and never touch shared memory: byte tiles, float32 
 reached 1.0 to 1.7 TB/s of packed bytes on an H200 where this reaches 2.9.
 
 Grid (blocks of row tiles, slots): a slot is one expert that some token chose. A program's warps deal the quads of
-groups of 64 columns among themselves, each has asked for its next quads before it multiplies one, and their sums meet
-at the end. Within a warp each decoded tile serves up to `column_tiles` times 8 tokens.
-
-Codes are multiplied bare and the products of 32 columns scaled, 4 sums instead of 8 registers, where rows come times
-RAISE (a bare code is its value times 2^-126). One token's row, which nothing has copied, does not, and has the codes
-scaled.
+groups of 64 columns among themselves, each asks for its next quad before it multiplies this one, and their sums meet at
+the end. Within a warp each decoded tile serves up to `column_tiles` times 8 tokens.
 """
 
 from __future__ import annotations
@@ -37,15 +33,12 @@ from resin.pallas_kernels.mxfp4 import (
     TILE_ROWS,
     TILE_WORDS,
     PackedMatrices,
-    code_register,
     decode_register,
-    multiply_half,
+    multiply_fragments,
 )
 from resin.pallas_kernels.tiles import NOWHERE
 
 TOKENS = 8  # columns of one product
-# What rows are multiplied by so that products with bare codes, 2^-126 times their values, lie amid float32's range.
-RAISE = 2.0**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +48,16 @@ class FragmentTiles:
     Attributes:
         row_tiles: tiles of 16 rows a program.
         warps: that share a tile's columns.
-        ahead: turns of each warp, of four groups of columns, whose words are asked for before the first is multiplied.
     """
 
     row_tiles: int
     warps: int
-    ahead: int = 2
 
 
 class SortedRows(NamedTuple):
     """Rows by expert: `x[start[s]:end[s]]` are those of `expert[s]`; slots past the chosen experts are empty."""
 
-    x: Any  # bfloat16 [P, K], times RAISE, or [1, K] as it is where all pairs share one row
+    x: Any  # bfloat16 [P, K], or [1, K] where all pairs share one row
     expert: Any  # int32 [min(P, E)]
     start: Any
     end: Any
@@ -103,16 +94,11 @@ class _Spec:
         """Of the result: gate and up make one."""
         return self.rows // 2 if self.gate else self.rows
 
-    @property
-    def is_raised(self) -> bool:
-        """Whether x comes times RAISE, so that codes need no scale before they are multiplied."""
-        return not self.is_shared
-
 
 def sort_rows(
     x: jax.Array, ids: jax.Array, experts: int, factor: jax.Array | None = None, *, interpret: bool = False
 ) -> SortedRows:
-    """Copies each pair's row of x, times RAISE, to its place by expert: a program a pair, and one lists the experts.
+    """Copies each pair's row of x to its place by expert: a program a pair, and one that lists the experts.
 
     Args:
         x: bfloat16 `[T, K]`.
@@ -151,8 +137,8 @@ def _sort_kernel(x_ref, ids_ref, *refs, pairs: int, choices: int, experts: int, 
         place_ref[mine] = place
         column = jnp.arange(pl.next_power_of_2(inner), dtype=jnp.int32)
         row = plgpu.load(x_ref.at[mine // choices, column], mask=column < inner, other=0)
-        factor = RAISE * factor_refs[0][mine // choices] if factor_refs else RAISE
-        row = (row.astype(jnp.float32) * factor).astype(row.dtype)
+        if factor_refs:
+            row = (row.astype(jnp.float32) * factor_refs[0][mine // choices]).astype(row.dtype)
         plgpu.store(out_ref.at[place, column], row, mask=column < inner)
 
     @pl.when(mine == pairs)
@@ -194,7 +180,7 @@ def packed_product(
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
-        bfloat16 `[P, N]` or, gated, `[P, N / 2]` times RAISE, in the order of the rows.
+        bfloat16 `[P, N]` or, gated, `[P, N / 2]`, in the order of the rows.
     """
     spec = _Spec(
         pairs=rows.place.shape[0],
@@ -259,89 +245,81 @@ def _multiply(operands: _Operands, out_ref, block, expert, first, end, column_ti
     in_warp, in_quad = lane4 - warp * TILE_WORDS, lane4 - quad * (4 * LANE_WORDS)
     token = quad - warp * TOKENS
     in_four = lane4 - _div(lane4, QUAD) * QUAD
-    # Columns past the last token repeat it: what comes of them is not stored.
-    places = [jnp.minimum(first + token + tile * TOKENS, end - 1) for tile in range(column_tiles)]
-    x_at = [(place * 0 if spec.is_shared else place) * (spec.inner // 2) + in_quad for place in places]
+    x_at, inside = [], []
+    for tile in range(column_tiles):
+        place = first + token + tile * TOKENS
+        inside.append(place < end)
+        row = place * 0 if spec.is_shared else place
+        x_at.append(row * (spec.inner // 2) + in_quad)
     tile_rows = [block * tiles.row_tiles + index for index in range(tiles.row_tiles)]
-    # A tile past the matrix's last repeats it.
+    tile_at = [expert * (spec.rows // TILE_ROWS) + at for at in tile_rows]
     exact = spec.rows % (TILE_ROWS * tiles.row_tiles) == 0
-    tile_at = [
-        expert * (spec.rows // TILE_ROWS) + (at if exact else jnp.minimum(at, spec.rows // TILE_ROWS - 1))
-        for at in tile_rows
-    ]
+    row_masks = [None if exact else (at < spec.rows // TILE_ROWS) & (lane4 >= 0) for at in tile_rows]
     biases = [_load_bias(operands, expert, at, spec) for at in tile_rows]
 
-    def fetch(turn):
+    def fetch(first_quad, whole: bool):
         """Words of the four groups of each warp's quad, and their factors, for every row tile."""
-        mine = jnp.minimum(turn * tiles.warps + warp, quads - 1)
+        mine = first_quad + warp
         fetched = []
-        for at in tile_at:
+        for at, row_mask in zip(tile_at, row_masks, strict=True):
             words = []
             for index in range(held):
                 group = mine * QUAD + index
-                if groups % QUAD:
-                    group = jnp.minimum(group, groups - 1)
-                words.append(plgpu.load(matrices.words.at[(at * groups + group) * TILE_WORDS + in_warp]))
+                mask = row_mask if whole else _both(group < groups, row_mask)
+                place = (at * groups + group) * TILE_WORDS + in_warp
+                words.append(plgpu.load(matrices.words.at[place], mask=mask, other=None if mask is None else 0))
+            mask = row_mask if whole else _both(mine < quads, row_mask)
             place = (at * quads + mine) * QUAD_FACTORS + token * QUAD + in_four
-            fetched.append((words, plgpu.load(matrices.factors.at[place])))
+            factors = plgpu.load(matrices.factors.at[place], mask=mask, other=None if mask is None else 0)
+            fetched.append((words, factors))
         return fetched
 
-    def load_tokens(group, tile: int, half: int, whole: bool):
-        """One half of each warp's group of a column tile's tokens."""
-        column = group * (TILE_COLUMNS // 2) + half * (TILE_COLUMNS // 4)
-        mask = None if whole else column + 0 * lane4 < spec.inner // 2
-        return plgpu.load(x_ref.at[x_at[tile] + column], mask=mask, other=None if whole else 0)
+    def load_tokens(group, tile: int, whole: bool):
+        """Both halves of each warp's group of a column tile's tokens."""
+        halves = []
+        for half in range(2):
+            column = group * (TILE_COLUMNS // 2) + half * 16
+            mask = inside[tile]
+            if not whole or spec.inner % TILE_COLUMNS:
+                mask = mask & (column < spec.inner // 2)
+            halves.append(plgpu.load(x_ref.at[x_at[tile] + column], mask=mask, other=0))
+        return halves
 
-    def multiply(turn, fetched, sums, whole: bool):
-        """Adds a turn; not `whole` where some warp's quad has columns that are not there."""
+    def multiply(first_quad, fetched, sums, whole: bool):
         sums = list(sums)
         for index in range(held):
-            group = (turn * tiles.warps + warp) * QUAD + index
-            for half in range(2):
-                tokens = [load_tokens(group, tile, half, whole) for tile in range(column_tiles)]
-                for row, (words, factors) in enumerate(fetched):
-                    registers = [
-                        code_register(words[index], 2 * half + r, interpret=spec.interpret)
-                        if spec.is_raised
-                        else decode_register(words[index], factors, index, 2 * half + r, interpret=spec.interpret)
-                        for r in range(2)
-                    ]
-                    scale = (factors, index, half) if spec.is_raised else None
-                    for tile in range(column_tiles):
-                        at = (row * column_tiles + tile) * 2 + half
-                        sums[at] = multiply_half(
-                            sums[at], (registers[0], registers[1]), tokens[tile], scale, interpret=spec.interpret
-                        )
+            group = (first_quad + warp) * QUAD + index
+            halves = [load_tokens(group, tile, whole) for tile in range(column_tiles)]
+            for row, (words, factors) in enumerate(fetched):
+                registers = tuple(
+                    decode_register(words[index], factors, index, r, interpret=spec.interpret) for r in range(4)
+                )
+                for tile in range(column_tiles):
+                    at = row * column_tiles + tile
+                    sums[at] = multiply_fragments(sums[at], registers, *halves[tile], interpret=spec.interpret)
         return sums
 
-    ahead = tiles.ahead
-    turns = -(-quads // tiles.warps)
-    rounds = groups // (QUAD * tiles.warps) // ahead  # of `ahead` turns in which every warp has a whole quad
+    def turn(index, carry):
+        """Asks for the next pass before it multiplies this one."""
+        fetched, sums = carry
+        later = fetch((index + 1) * tiles.warps, True)
+        return later, multiply(index * tiles.warps, fetched, sums, True)
 
-    def go_round(index, carry):
-        """Multiplies what has arrived and asks for more in its place."""
-        ring, sums = carry
-        ring = list(ring)
-        for place in range(ahead):
-            turn = index * ahead + place
-            sums = multiply(turn, ring[place], sums, True)
-            ring[place] = fetch(turn + ahead)
-            if not spec.interpret:
-                plgpu.debug_barrier()  # without it ptxas asks for everything at the end of a round
-        return ring, sums
-
-    sums = [jnp.zeros((width,), jnp.float32)] * (2 * tiles.row_tiles * column_tiles)
-    ring = [fetch(jnp.int32(place)) for place in range(ahead)]
-    if rounds:
-        ring, sums = lax.fori_loop(0, rounds, go_round, (ring, sums))
-    for turn in range(rounds * ahead, turns):
-        whole = (turn + 1) * tiles.warps * QUAD_COLUMNS <= spec.inner
-        sums = multiply(turn, ring[turn % ahead], sums, whole)
+    passes = groups // (QUAD * tiles.warps)  # in which every warp has a whole quad
+    sums = [jnp.zeros((width,), jnp.float32)] * (tiles.row_tiles * column_tiles)
+    fetched = fetch(0, passes > 0)
+    if passes:
+        fetched, sums = lax.fori_loop(0, passes - 1, turn, (fetched, sums))
+        rest = passes * QUAD * tiles.warps < groups
+        last = fetch(passes * tiles.warps, False) if rest else None
+        sums = multiply((passes - 1) * tiles.warps, fetched, sums, True)
+        sums = multiply(passes * tiles.warps, last, sums, False) if rest else sums
+    else:
+        sums = multiply(0, fetched, sums, False)
     for row in range(tiles.row_tiles):
         for tile in range(column_tiles):
-            at = (row * column_tiles + tile) * 2
-            total = sums[at] + sums[at + 1]
-            _finish(operands, out_ref, expert, first + tile * TOKENS, end, tile_rows[row], biases[row], total, spec)
+            at = row * column_tiles + tile
+            _finish(operands, out_ref, expert, first + tile * TOKENS, end, tile_rows[row], biases[row], sums[at], spec)
 
 
 def _load_bias(operands: _Operands, expert, tile_row, spec: _Spec) -> tuple[jax.Array, jax.Array] | None:
@@ -358,8 +336,6 @@ def _load_bias(operands: _Operands, expert, tile_row, spec: _Spec) -> tuple[jax.
 def _finish(operands: _Operands, out_ref, expert, first, end, tile_row, bias, sums, spec: _Spec) -> None:
     """Adds the warps' sums of one tile and 8 tokens, and stores what becomes of them."""
     unit = operands.matrices.units[expert]
-    if spec.is_raised:
-        unit = unit * (1 / RAISE)
     if operands.factor is not None:
         unit = unit * operands.factor[0]
     split = sums.reshape(spec.tiles.warps, TILE_WORDS).sum(axis=0).reshape(8, 4, 2, 2)  # g, j, row half, token
@@ -375,7 +351,7 @@ def _finish(operands: _Operands, out_ref, expert, first, end, tile_row, bias, su
         halves = [half + each[:, None, None] for half, each in zip(halves, bias, strict=True)]
     outs = list(zip(halves, rows, strict=True))
     if spec.gate is not None:
-        outs = [(spec.gate(halves[0], halves[1]) * RAISE, rows[0])]
+        outs = [(spec.gate(halves[0], halves[1]), rows[0])]
     for out, row in outs:
         plgpu.store(out_ref.at[jnp.where(inside, place, NOWHERE), row], out.astype(out_ref.dtype), mask=inside)
 
@@ -383,3 +359,7 @@ def _finish(operands: _Operands, out_ref, expert, first, end, tile_row, bias, su
 def _div(a: jax.Array, b: int) -> jax.Array:
     """Of non-negative numbers. Floor division and remainders hide from Triton which neighbours are equal."""
     return lax.div(a, jnp.full_like(a, b))
+
+
+def _both(one: jax.Array, other: jax.Array | None) -> jax.Array:
+    return one if other is None else one & other

@@ -94,7 +94,7 @@ def _sorted(
     x: jax.Array, ids: jax.Array, experts: int, factor: jax.Array | None, interpret: bool
 ) -> tuple[SortedRows, jax.Array | None]:
     """The rows of each expert, and the factor that they still lack."""
-    if x.shape[0] > 1 or ids.shape[1] == 1:
+    if x.shape[0] > 1:
         return sort_rows(x, ids, experts, factor, interpret=interpret), None
     pair = jnp.arange(ids.shape[1], dtype=jnp.int32)
     return SortedRows(x, ids.reshape(-1), pair, pair + 1, pair), factor

@@ -16,6 +16,7 @@ its `unit` holds and the sums are multiplied by.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -190,30 +191,17 @@ def decode_register(words: jax.Array, factors: jax.Array, group: int, register: 
     return _ptx(_decode_ptx(group, register), ",".join(["=&r"] * 4 + ["r"] * 8), [words, factors], jnp.int32)
 
 
-def code_register(words: jax.Array, register: int, *, interpret: bool) -> jax.Array:
-    """The same without their scales: values times 2^-126, interpreted 2^-63, as a CPU loses what is smaller."""
-    if interpret:
-        bare = (_values_of(words, register) * 2.0**-63).astype(jnp.bfloat16)
-        return lax.bitcast_convert_type(bare, jnp.int32)
-    return _ptx(_decode_ptx(None, register), ",".join(["=&r"] * 4 + ["r"] * 4), [words], jnp.int32)
-
-
-def _decode_ptx(group: int | None, register: int) -> str:
-    """$0 to $3 are a lane's results, $4 to $7 its words, $8 to $11 its factors; no group leaves the codes bare."""
-    lines = ["{ .reg .b32 f,t,u;"]
-    if group is not None:
-        lines.append(f"prmt.b32 f,${8 + group},0,0x{register}4{register}4; shr.u32 f,f,1;")
+def _decode_ptx(group: int, register: int) -> str:
+    """$0 to $3 are a lane's results, $4 to $7 its words, $8 to $11 its factors."""
+    lines = [f"{{ .reg .b32 f,t,u; prmt.b32 f,${8 + group},0,0x{register}4{register}4; shr.u32 f,f,1;"]
     for step in range(LANE_WORDS):
-        word, result = f"${4 + step}", f"${step}" if group is None else "t"
-        if register == 0:
-            lines.append(f"and.b32 {result},{word},0x{REGISTER_BITS:X};")
-        elif register < 3:
-            lines.append(f"shl.b32 t,{word},{3 * register}; and.b32 {result},t,0x{REGISTER_BITS:X};")
+        word = f"${4 + step}"
+        if register < 3:
+            lines.append(f"shl.b32 t,{word},{3 * register}; and.b32 t,t,0x{REGISTER_BITS:X};")
         else:
             lines.append(f"shl.b32 t,{word},1; and.b32 t,t,0x80008000; shr.u32 u,{word},3; and.b32 u,u,0x01800180;")
-            lines.append(f"or.b32 t,t,u; shr.u32 u,{word},7; and.b32 u,u,0x00400040; or.b32 {result},t,u;")
-        if group is not None:
-            lines.append(f"mul.bf16x2 ${step},t,f;")
+            lines.append(f"or.b32 t,t,u; shr.u32 u,{word},7; and.b32 u,u,0x00400040; or.b32 t,t,u;")
+        lines.append(f"mul.bf16x2 ${step},t,f;")
     return " ".join([*lines, "}"])
 
 
@@ -244,71 +232,52 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32 if bits >> 31 else 0)
 
 
-def multiply_half(
+def multiply_fragments(
     sums: jax.Array,
-    registers: tuple[jax.Array, jax.Array],
-    tokens: jax.Array,
-    scale: tuple[jax.Array, int, int] | None,
+    registers: Sequence[jax.Array],
+    low: jax.Array,
+    high: jax.Array,
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Adds two products `[16, 16] @ [16, 8]` a warp to its sums: the 32 columns of one scale.
-
-    A product takes two words' registers, so that what it takes of the tokens is a pair of neighbouring registers.
+    """Adds four products `[16, 16] @ [16, 8]` a warp to its sums.
 
     Args:
         sums: float32 `[n]`, n a multiple of 128: lane `4 g + j` has rows g, g, g + 8, g + 8 of columns 2 j, 2 j + 1.
-        registers: int32 `[n]` each, of rows g and of rows g + 8, as `decode_register` or `code_register` give them.
-        tokens: int32 `[n]`, two bfloat16 each: lane `4 n + j` has those of column n.
-        scale: factors, group and half, where registers are bare codes: the products are scaled, not the codes.
+        registers: int32 `[n]` each, as `decode_register` gives them.
+        low, high: int32 `[n]`, two bfloat16 each: lane `4 n + j` has those of half 0 (1) of column n.
         interpret: compute it in jax.
 
     Returns:
         float32 `[n]`.
     """
     if not interpret:
-        held = [sums, *registers, tokens, *([] if scale is None else [scale[0]])]
-        constraints = ",".join(["=&f"] * 4 + ["f"] * 4 + ["r"] * (4 * (len(held) - 1)))
-        return _ptx(_multiply_ptx(None if scale is None else scale[1:]), constraints, held)
+        return _ptx(_multiply_ptx(), ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 24), [sums, *registers, low, high])
     warps = sums.shape[0] // TILE_WORDS
 
     def pairs(array: jax.Array) -> jax.Array:  # [warps, 8, (j, s, q)]
         wide = lax.bitcast_convert_type(array, jnp.bfloat16).astype(jnp.float32)
         return wide.reshape(warps, 8, 4 * LANE_WORDS * 2)
 
-    products = [jnp.einsum("wgk,wnk->wgn", pairs(a), pairs(tokens), precision="highest") for a in registers]
-    if scale is not None:
-        factors, group, half = scale
-        held_factors = factors.reshape(warps, 8, 4, LANE_WORDS)[:, :, 0, group]
-        bytes_ = [(held_factors >> (8 * (2 * half + row))) & 0xFF for row in range(2)]
-        products = [
-            product * _power_of_two(byte - 190)[:, :, None] for product, byte in zip(products, bytes_, strict=True)
-        ]
-    both = jnp.stack(products, axis=2).reshape(warps, 8, 2, 4, 2)  # g, row half, j, column
+    def product(first: int) -> jax.Array:  # [warps, g, column]
+        parts = ((registers[first], low), (registers[first + 2], high))
+        low_part, high_part = (jnp.einsum("wgk,wnk->wgn", pairs(a), pairs(b), precision="highest") for a, b in parts)
+        return low_part + high_part
+
+    both = jnp.stack([product(0), product(1)], axis=2).reshape(warps, 8, 2, 4, 2)  # g, row half, j, column
     return sums + both.transpose(0, 1, 3, 2, 4).reshape(-1)
 
 
-def _multiply_ptx(scale: tuple[int, int] | None) -> str:
-    """$0 to $3 are sums out, $4 to $7 sums in, then four each of both rows' registers, tokens and factors."""
-    names = ("d0", "d1", "d2", "d3")
-    start = "0f00000000" if scale is not None else None
-    lines = ["{ .reg .f32 d0,d1,d2,d3;"]
-    lines += [f"mov.f32 {name},{start or f'${4 + place}'};" for place, name in enumerate(names)]
-    for step in (0, 2):
-        a = ",".join(f"${8 + 4 * row + step + word}" for word in range(2) for row in range(2))
-        b = f"${16 + step},${17 + step}"
+def _multiply_ptx() -> str:
+    """$0 to $3 are sums out, $4 to $7 sums in, then four each of registers 0 to 3, low and high."""
+    lines = ["{ .reg .f32 d0,d1,d2,d3;", *(f"mov.f32 d{i},${4 + i};" for i in range(4))]
+    for step in range(LANE_WORDS):
+        a = ",".join(f"${8 + 4 * register + step}" for register in range(4))
+        b = f"${24 + step},${28 + step}"
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{d0,d1,d2,d3}}, {{{a}}}, {{{b}}}, {{d0,d1,d2,d3}};"
         )
-    if scale is None:
-        return " ".join([*lines, *(f"mov.f32 ${place},{name};" for place, name in enumerate(names)), "}"])
-    group, half = scale
-    lines.append(".reg .b32 b0,b1; .reg .f32 f0,f1;")
-    for row in range(2):  # the byte becomes a float's exponent
-        lines.append(f"prmt.b32 b{row},${20 + group},0,0x{2 * half + row}444; shr.u32 b{row},b{row},1;")
-        lines.append(f"mov.b32 f{row},b{row};")
-    lines += [f"fma.rn.f32 ${place},d{place},f{place // 2},${4 + place};" for place in range(4)]
-    return " ".join([*lines, "}"])
+    return " ".join([*lines, *(f"mov.f32 ${i},d{i};" for i in range(4)), "}"])
 
 
 def _ptx(asm: str, constraints: str, args: list[jax.Array], dtype=jnp.float32) -> jax.Array:

@@ -105,7 +105,7 @@ def paged_decode_attention(
         kv_heads, page_entries: the layer's KV heads on this device, entries a page.
         scale: factor of q . k.
         window: positions that a query sees, its own included; None sees all.
-        sinks: float32 `[H]` logits that take part in the softmax and carry no value.
+        sinks: `[H]` logits that take part in the softmax and carry no value.
         softcap: scores become `softcap * tanh(score / softcap)`.
         fp8_scale: keys and values are e4m3, two to an element of a uint16 arena, times this; None for q's dtype. Rows
             are then of D / 2 elements.
@@ -155,7 +155,7 @@ def paged_decode_attention(
         first_position,
         plane_rows(key_row, value_row),
         query_lens if queries > 1 else None,
-        None if sinks is None else sinks.astype(jnp.float32),
+        sinks,
     )
     out, lse, used = _call(spec, operands, counters if tiles.splits > 1 else None)
     lse = None if lse is None else lse.reshape(q.shape[:3])
@@ -335,7 +335,7 @@ def _store(operands: _Operands, results: _Results, sequence, head, sums: Sums, s
     vectors, heads, real = spec.vectors(head, rows)
     sinks = None
     if operands.sinks is not None:
-        sinks = plgpu.load(operands.sinks.at[heads], mask=real, other=0.0)
+        sinks = plgpu.load(operands.sinks.at[heads], mask=real, other=0).astype(jnp.float32)
     out, lse = finish(sums, sinks, spec)
     inside = real[:, None] & (lanes < spec.width)[None, :]
     for piece, part in enumerate(out):

@@ -97,7 +97,7 @@ def paged_prefill_attention(
         kv_heads, page_entries: the layer's KV heads on this device, entries a page.
         scale: factor of q . k.
         window: positions that a query sees, its own included; None sees all.
-        sinks: float32 `[H]` logits that take part in the softmax and carry no value.
+        sinks: `[H]` logits that take part in the softmax and carry no value.
         softcap: scores become `softcap * tanh(score / softcap)`.
         fp8_scale: as in `paged_decode`.
         with_lse: give the logarithms of the softmax's denominators, too.
@@ -131,7 +131,7 @@ def paged_prefill_attention(
         first_position,
         plane_rows(key_row, value_row),
         tile_map(query_indptr, tokens, spec.tile_tokens),
-        None if sinks is None else sinks.astype(jnp.float32),
+        sinks,
     )
     out, *lse = _call(spec, operands)
     return out, lse[0] if with_lse else None
@@ -234,7 +234,7 @@ def _prefill_kernel(*refs, spec: _Spec, structure):
         for part, sums in zip(parts, _attend(operands, tile, parts, spec), strict=True):
             sinks = None
             if operands.sinks is not None:
-                sinks = plgpu.load(operands.sinks.at[part.heads], mask=part.live, other=0.0)
+                sinks = plgpu.load(operands.sinks.at[part.heads], mask=part.live, other=0).astype(jnp.float32)
             out, lse = finish(sums, sinks, spec)
             inside = part.live[:, None] & (lanes < spec.width)[None, :]
             for piece, tile_out in enumerate(out):
