@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from resin.models.assemblies import whole
 from resin.models.loading.quantised import dequantise_mxfp4
 from resin.models.packed import Factors, PackedRows, Units, Words
 from resin.pallas_kernels.experts_mxfp4 import FragmentTiles, packed_product, sort_rows
@@ -38,7 +39,7 @@ def random_matrices(
     ):
         assert assembly.source_shapes(shape) == (tensor.shape,)
         out = np.empty(shape, dtype)
-        assembly.fill(out, [tensor])
+        assembly.fill(out, [tensor], whole(shape))
         parts.append(jnp.asarray(out))
     return PackedMatrices(*parts), dequantise_mxfp4(blocks, scales).astype(np.float64).swapaxes(1, 2)
 
