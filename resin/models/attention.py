@@ -30,7 +30,7 @@ class Attention(nnx.Module):
         rope: rotation of queries and keys.
         qk_norm_eps: normalise each query and key head before the rotation; None for no norms.
         norm_order, norm_one_plus: of these norms.
-        bias: add a bias to all four products.
+        qkv_bias, output_bias: add a bias to the products of queries, keys and values, and to the last product.
         sinks: one learned logit a head that only adds to the softmax's denominator.
         names: checkpoint names of the output product and of the query and key norms.
     """
@@ -49,7 +49,8 @@ class Attention(nnx.Module):
         qk_norm_eps: float | None = None,
         norm_order: NormOrder = NormOrder.CAST_THEN_SCALE,
         norm_one_plus: bool = False,
-        bias: bool = False,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
         sinks: bool = False,
         names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm"),
     ) -> None:
@@ -75,10 +76,10 @@ class Attention(nnx.Module):
         biases = [f"{part}.bias" for part in inputs]
         self.qkv_bias = (
             declare(shape, placement, biases, assembly=joined, axes=(Axis.KV, None, None), inner=0, init=BIAS)
-            if bias
+            if qkv_bias
             else None
         )
-        self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if bias else None
+        self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if output_bias else None
         self.sinks = declare((heads,), placement, f"{name}.sinks", axes=(Axis.HEADS,), init=BIAS) if sinks else None
         self.q_norm, self.k_norm = (
             RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus) if qk_norm_eps is not None else None

@@ -17,12 +17,15 @@ from resin.models.tying import settle_head
 from resin.plan import CacheGroup, InvalidRequest
 
 FAMILIES = {
+    "gemma2": "resin.models.gemma2:Gemma2",
     "gemma3_text": "resin.models.gemma3:Gemma3",
     "gpt_oss": "resin.models.gpt_oss:GptOss",
     "lfm2": "resin.models.lfm2:Lfm2",
     "lfm2_moe": "resin.models.lfm2_moe:Lfm2Moe",
     "llama": "resin.models.llama:Llama",
+    "ministral": "resin.models.llama:Mistral",
     "mistral": "resin.models.llama:Mistral",
+    "qwen2": "resin.models.qwen2:Qwen2",
     "qwen3": "resin.models.qwen3:Qwen3",
     "qwen3_moe": "resin.models.qwen3_moe:Qwen3Moe",
 }

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from resin.models.attention import Attention
-from resin.models.config import MOST_LAYERS, DecoderConfig, layer_types_of
+from resin.models.config import DecoderConfig
 from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.decoder import Decoder
@@ -19,7 +19,7 @@ from resin.models.experts import ExpertSizes, joined_experts
 from resin.models.forward import Pass
 from resin.models.norm import NormOrder, RMSNorm
 from resin.models.routers import Router
-from resin.models.sliding import FULL, SLIDING, sliding_groups, sliding_layer
+from resin.models.sliding import read_layer_types, sliding_groups, sliding_layer
 from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.route import RouteRule
 from resin.plan import CacheGroup
@@ -63,9 +63,6 @@ class GptOssConfig(DecoderConfig):
             given = given.with_values(rope_parameters=PUBLISHED_ROPE)
         quantisation = given.section("quantization_config")
         is_packed = quantisation is not None and quantisation.get("quant_method") == "mxfp4"
-        layers = range(given.integer("num_hidden_layers", high=MOST_LAYERS))
-        if given.get("layer_types") is None:
-            given = given.with_values(layer_types=[FULL if index % 2 else SLIDING for index in layers])
         defaults = {
             "head_dim": 64,
             "rms_norm_eps": 1e-5,
@@ -76,7 +73,7 @@ class GptOssConfig(DecoderConfig):
         return cls.read(
             given,
             defaults,
-            layer_types=layer_types_of(given, (FULL, SLIDING)),
+            layer_types=read_layer_types(given, is_full=lambda index: index % 2 == 1),
             window_tokens=given.integer("sliding_window"),
             experts=ExpertSizes.read(given, experts=("num_local_experts", "num_experts"), width="intermediate_size"),
             packed=is_packed,
@@ -102,7 +99,8 @@ class GptOssLayer(nnx.Module):
             entries=entries,
             how=how,
             rope=config.rope,
-            bias=True,
+            qkv_bias=True,
+            output_bias=True,
             sinks=True,
         )
         self.experts_norm = norm(name=f"{name}.post_attention_layernorm")

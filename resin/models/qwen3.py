@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Self
 
 from resin.models.config_reader import ConfigReader
 from resin.models.llama import Llama, LlamaConfig, LlamaLayer
+from resin.models.qwen2 import Qwen2Config
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3Config(LlamaConfig):
-    """As LlamaConfig."""
+class Qwen3Config(Qwen2Config):
+    """As Qwen2Config; heads are 128 wide unless it says otherwise."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -22,13 +23,10 @@ class Qwen3Config(LlamaConfig):
     @classmethod
     def read_qwen3(cls, given: ConfigReader, defaults: Mapping[str, Any] | None = None, **own: Any) -> Self:
         """Builds the Config that `own` completes: what dense and mixture-of-experts configs share is read here."""
-        given.only("use_sliding_window", False)
         given.only("use_qk_norm", True)
         given.only("qkv_bias", False)
         given.only("shared_expert_intermediate_size", 0)
-        # Published files carry window settings beside use_sliding_window=false; they mean nothing then.
-        given.ignore("sliding_window", "max_window_layers")
-        return cls.read_llama(given, {"max_position_embeddings": 32_768, **(defaults or {})}, **own)
+        return cls.read_qwen2(given, defaults, **own)
 
 
 class Qwen3Layer(LlamaLayer):

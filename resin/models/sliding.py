@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from resin.models.cache.protocol import Attend, PlaneRef
-from resin.models.config import place_of
+from resin.models.config import MOST_LAYERS, layer_types_of, place_of
+from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.decoder import kv_entries, kv_plane
 from resin.plan import CacheGroup, HistoryGroup, WindowGroup
@@ -26,15 +28,33 @@ class SlidingConfig(Protocol):
     def head_dim(self) -> int: ...
 
     @property
-    def window_tokens(self) -> int: ...
+    def window_tokens(self) -> int | None: ...
 
 
-def sliding_layer(config: SlidingConfig, placement: Placement, index: int, *, scale: float) -> tuple[PlaneRef, Attend]:
+def read_layer_types(given: ConfigReader, *, is_full: Callable[[int], bool]) -> tuple[str, ...]:
+    """FULL or SLIDING for each layer: `layer_types`, else as the family places them.
+
+    Args:
+        given: the model's config.
+        is_full: whether a layer sees everything where the config does not say so.
+
+    Raises:
+        InvalidRequest: of another length, or with another kind.
+    """
+    if given.get("layer_types") is not None:
+        return layer_types_of(given, (FULL, SLIDING))
+    layers = range(given.integer("num_hidden_layers", high=MOST_LAYERS))
+    return tuple(FULL if is_full(index) else SLIDING for index in layers)
+
+
+def sliding_layer(
+    config: SlidingConfig, placement: Placement, index: int, *, scale: float, softcap: float | None = None
+) -> tuple[PlaneRef, Attend]:
     """Keys and values of layer `index`, and how it attends: full layers use the group "history", others "window"."""
     is_full = config.layer_types[index] == FULL
     place = place_of(config.layer_types, index)
     entries = kv_entries(placement, "history" if is_full else "window", place, config.kv_heads, config.head_dim)
-    return entries, Attend(scale, window=None if is_full else config.window_tokens)
+    return entries, Attend(scale, window=None if is_full else config.window_tokens, softcap=softcap)
 
 
 def sliding_groups(config: SlidingConfig, placement: Placement) -> tuple[CacheGroup, ...]:
@@ -43,6 +63,7 @@ def sliding_groups(config: SlidingConfig, placement: Placement) -> tuple[CacheGr
     if count := config.layer_types.count(FULL):
         groups.append(HistoryGroup("history", (kv_plane(placement, count, config.kv_heads, config.head_dim),)))
     if count := config.layer_types.count(SLIDING):
+        assert config.window_tokens is not None
         plane = kv_plane(placement, count, config.kv_heads, config.head_dim)
         groups.append(WindowGroup("window", (plane,), config.window_tokens))
     return tuple(groups)

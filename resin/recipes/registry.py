@@ -53,6 +53,7 @@ _RECIPE_OF_MODEL_TYPE = {
     "qwen3_moe": "qwen3",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
+    "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gemma3": "gemma",
     "gpt_oss": "gpt_oss",

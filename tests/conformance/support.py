@@ -35,10 +35,13 @@ COLUMNS = {
 }
 NAMES = {
     "llama": "Llama, SmolLM2",
+    "mistral": "Mistral, Ministral",
+    "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2-MoE",
+    "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
     "gpt_oss": "gpt-oss",
 }

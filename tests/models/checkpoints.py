@@ -108,6 +108,18 @@ _SMOLLM = {
     "tie_word_embeddings": True,
     "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
 }
+_QWEN2 = {
+    **_WRITTEN,
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "use_sliding_window": False,
+}
+_QWEN2_7B = {**_QWEN2, **_shape(3584, 18_944, 28, 28, 4, 152_064, 32_768)}
 _QWEN3 = {
     **_WRITTEN,
     "architectures": ["Qwen3ForCausalLM"],
@@ -136,6 +148,27 @@ _QWEN3_MOE = {
     "router_aux_loss_coef": 0.001,
 }
 _QWEN3_30B = {**_QWEN3_MOE, **_shape(2048, 6144, 48, 32, 4, 151_936, 40_960), "moe_intermediate_size": 768}
+_GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "model_type": "gemma2",
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "sliding_window": 4096,
+    "use_cache": True,
+}
 _GEMMA3 = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -242,12 +275,12 @@ CASES: tuple[Case, ...] = (
     Case(
         "mistralai/Mistral-7B-Instruct-v0.1",
         {**_MISTRAL, **_MISTRAL_7B, "rope_theta": 10_000.0, "sliding_window": 4096},
-        refused="sliding_window=4096",
+        7.242,
     ),
     Case(
         "HuggingFaceH4/zephyr-7b-beta",
         {**_MISTRAL, **_MISTRAL_7B, "rope_theta": 10_000.0, "sliding_window": 4096},
-        refused="sliding_window=4096",
+        7.242,
     ),
     Case("mistralai/Mistral-7B-Instruct-v0.3", {**_MISTRAL, **_MISTRAL_7B, "vocab_size": 32_768}, 7.248),
     Case(
@@ -262,9 +295,24 @@ CASES: tuple[Case, ...] = (
     ),
     _other("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral3"),
     _other("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", num_local_experts=8, num_experts_per_tok=2),
-    _other("Qwen/Qwen2-7B-Instruct", "qwen2"),
-    _other("Qwen/Qwen2.5-7B-Instruct", "qwen2"),
-    _other("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
+    Case("Qwen/Qwen2-7B-Instruct", {**_QWEN2_7B, "sliding_window": 131_072}, 7.616),
+    Case("Qwen/Qwen2.5-7B-Instruct", {**_QWEN2_7B, "sliding_window": 131_072}, 7.616),
+    Case(
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        {
+            **_QWEN2,
+            **_shape(896, 4864, 24, 14, 2, 151_936, 32_768),
+            "max_window_layers": 21,
+            "sliding_window": 32_768,
+            "tie_word_embeddings": True,
+        },
+        0.494,
+    ),
+    Case(
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        {**_QWEN2_7B, "max_position_embeddings": 131_072, "rope_theta": 10_000, "sliding_window": 4096},
+        7.616,
+    ),
     Case(
         "Qwen/Qwen3-0.6B",
         {**_QWEN3, **_shape(1024, 3072, 28, 16, 8, 151_936, 40_960), "tie_word_embeddings": True},
@@ -298,7 +346,18 @@ CASES: tuple[Case, ...] = (
         _packed(_QWEN3_30B, "gptq", bits=4),
         refused="quantization_config.quant_method='gptq'",
     ),
-    _other("google/gemma-2-9b-it", "gemma2", attn_logit_softcapping=50.0),
+    Case("google/gemma-2-2b-it", {**_GEMMA2, **_shape(2304, 9216, 26, 8, 4, 256_000, 8192)}, 2.614),
+    Case("google/gemma-2-9b-it", {**_GEMMA2, **_shape(3584, 14_336, 42, 16, 8, 256_000, 8192)}, 9.242),
+    Case(
+        "google/gemma-2-27b-it",
+        {
+            **_GEMMA2,
+            **_shape(4608, 36_864, 46, 32, 16, 256_000, 8192),
+            "head_dim": 128,
+            "query_pre_attn_scalar": 144,
+        },
+        27.23,
+    ),
     Case(
         "google/gemma-3-270m-it",
         {**_GEMMA3, **CONFIGS["Gemma-3-270m"], "use_bidirectional_attention": False},
@@ -398,7 +457,7 @@ CASES: tuple[Case, ...] = (
         expert_used_count=2,
         refused="llama.expert_count is 8",
     ),
-    _gguf("Qwen/Qwen2.5-7B-Instruct-GGUF", "qwen2", _QWEN3_8B, refused="architecture 'qwen2'"),
+    _gguf("Qwen/Qwen2.5-7B-Instruct-GGUF", "qwen2", _QWEN2_7B, billions=7.616),
     _gguf(
         "Qwen/Qwen3-8B-GGUF",
         "qwen3",
@@ -417,6 +476,17 @@ CASES: tuple[Case, ...] = (
         expert_used_count=8,
         expert_feed_forward_length=768,
         billions=30.53,
+    ),
+    _gguf(
+        "bartowski/gemma-2-2b-it-GGUF",
+        "gemma2",
+        {**_shape(2304, 9216, 26, 8, 4, 256_000, 8192), "tie_word_embeddings": True},
+        attention__key_length=256,
+        attention__value_length=256,
+        attention__sliding_window=4096,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        billions=2.614,
     ),
     _gguf(
         "ggml-org/gemma-3-1b-it-GGUF",

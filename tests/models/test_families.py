@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from resin.models.families import find_model_class, read_config
+from resin.models.gemma2 import Gemma2Config
 from resin.models.llama import Llama, LlamaConfig
 from resin.models.qwen3 import Qwen3, Qwen3Config
-from resin.models.testing import TINY_CONFIGS
+from resin.models.testing import TINY_CONFIGS, random_checkpoint
 from resin.plan import InvalidRequest
 
 
@@ -90,8 +91,89 @@ def test_config_reads_both_generations_of_fields() -> None:
     assert Qwen3Config.from_hf(published).head_dim == 32
 
 
-@pytest.mark.parametrize("setting", [{"attention_bias": True}, {"hidden_act": "gelu"}, {"sliding_window": 128}])
+@pytest.mark.parametrize("setting", [{"mlp_bias": True}, {"hidden_act": "gelu"}, {"sliding_window": 128}])
 def test_what_llama_does_not_compute_is_refused(setting: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         LlamaConfig.from_hf({**TINY_CONFIGS["llama"], **setting})
     assert caught.value.field in setting
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "layer_types", "window"),
+    [
+        ("llama", {}, (FULL, FULL), None),
+        ("mistral", {}, (SLIDING, SLIDING), 11),
+        ("mistral", {"sliding_window": None}, (FULL, FULL), None),
+        ("mistral", {"sliding_window": 512}, (FULL, FULL), None),  # as long as the longest sequence
+        ("mistral", {"model_type": "ministral", "layer_types": [FULL, SLIDING]}, (FULL, SLIDING), 11),
+        ("qwen2", {}, (FULL, SLIDING, SLIDING), 7),
+        ("qwen2", {"layer_types": [SLIDING, FULL, FULL]}, (SLIDING, FULL, FULL), 7),
+        ("qwen2", {"use_sliding_window": False}, (FULL, FULL, FULL), None),
+        ("qwen2", {"use_sliding_window": None}, (FULL, FULL, FULL), None),
+        ("qwen2", {"max_window_layers": None}, (FULL, FULL, FULL), 7),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (FULL, SLIDING), 7),
+        ("gemma2", {}, (SLIDING, FULL, SLIDING), 5),
+    ],
+)
+def test_windows_are_on_the_layers_that_the_family_gives_them(
+    family: str, settings: dict[str, object], layer_types: tuple[str, ...], window: int | None
+) -> None:
+    _, config = read_config({**TINY_CONFIGS[family], **settings})
+    assert (config.layer_types, config.window_tokens) == (layer_types, window)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_layers_with_a_window_that_no_setting_turns_on_are_refused(family: str) -> None:
+    layers = TINY_CONFIGS[family]["num_hidden_layers"]
+    off = {"sliding_window": None, "use_sliding_window": None, "max_window_layers": None}
+    with pytest.raises(InvalidRequest, match=r"layer_types='sliding_attention'.*sliding_window"):
+        read_config({**TINY_CONFIGS[family], **off, "layer_types": [SLIDING] * layers})
+
+
+def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
+    names = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    given = {name: value for name, value in TINY_CONFIGS["gemma2"].items() if name not in names}
+    absent = Gemma2Config.from_hf(given)
+    assert (absent.window_tokens, absent.attention_softcap, absent.logit_softcap) == (4096, 50.0, 30.0)
+    null = Gemma2Config.from_hf({**given, **dict.fromkeys(names[1:])})
+    assert (null.attention_softcap, null.logit_softcap) == (None, None)
+    with pytest.raises(InvalidRequest, match="sliding_window"):
+        Gemma2Config.from_hf({**given, "sliding_window": None})
+    mistral = {name: value for name, value in TINY_CONFIGS["mistral"].items() if name != "sliding_window"}
+    assert read_config({**mistral, "max_position_embeddings": 32_768})[1].window_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("qwen2", {"attention_bias": True}),  # whatever it says, queries, keys and values alone have one
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}),
+        ("gemma2", {"attention_bias": True}),
+        ("gemma2", {"hidden_activation": "gelu"}),
+        ("gemma2", {"hidden_act": "gelu"}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("mistral", {"hidden_act": "gelu"}),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(family: str, setting: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_config({**TINY_CONFIGS[family], **setting})
+    assert caught.value.field in setting
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "biases"),
+    [
+        ("llama", {}, set()),
+        ("llama", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("qwen2", {}, {"q_proj", "k_proj", "v_proj"}),
+        ("qwen3", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)
+def test_biases_of_a_family(family: str, settings: dict[str, object], biases: set[str]) -> None:
+    arrays = random_checkpoint({**TINY_CONFIGS[family], **settings}).arrays
+    assert {name.split(".")[-2] for name in arrays if name.endswith(".bias")} == biases

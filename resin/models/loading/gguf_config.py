@@ -228,6 +228,10 @@ def _llama(metadata: _Metadata, config: Config) -> None:
     config |= {"model_type": "llama", "hidden_act": "silu"}
 
 
+def _qwen2(metadata: _Metadata, config: Config) -> None:
+    config |= {"model_type": "qwen2", "hidden_act": "silu"}
+
+
 def _qwen3(metadata: _Metadata, config: Config) -> None:
     config |= {"model_type": "qwen3", "hidden_act": "silu"}
 
@@ -249,24 +253,47 @@ def _qwen3moe(metadata: _Metadata, config: Config) -> None:
     config.setdefault("intermediate_size", config["moe_intermediate_size"])  # no layer is without experts
 
 
-# Gemma 3 27B scales its queries by hidden/heads instead of the head size, and no key says so: the layer count does.
+# The 27B of either Gemma scales its queries by hidden/heads instead of the head size, and no key says so: the layer
+# count does.
+_GEMMA2_27B_LAYERS = 46
 _GEMMA3_27B_LAYERS = 62
+_GEMMA2_PATTERN_LAYERS = 2
 _GEMMA3_PATTERN_LAYERS = 6
 
 
+def _gemma(metadata: _Metadata, config: Config, *, layers_of_27b: int, pattern_layers: int) -> None:
+    """What the Gemmas share."""
+    layers = config["num_hidden_layers"]
+    is_27b = layers == layers_of_27b
+    config |= {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+        ),
+        "layer_types": _layer_types(metadata, layers, pattern_layers),
+    }
+
+
+def _gemma2(metadata: _Metadata, config: Config) -> None:
+    _gemma(metadata, config, layers_of_27b=_GEMMA2_27B_LAYERS, pattern_layers=_GEMMA2_PATTERN_LAYERS)
+    config |= {
+        "model_type": "gemma2",
+        "sliding_window": metadata.integer("attention.sliding_window", default=4096),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", default=50.0, low=0) or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", default=30.0, low=0) or None,
+    }
+
+
 def _gemma3(metadata: _Metadata, config: Config) -> None:
-    layers, rope, head_dim = config["num_hidden_layers"], config["rope_parameters"], config["head_dim"]
-    is_27b = layers == _GEMMA3_27B_LAYERS
+    rope, head_dim = config["rope_parameters"], config["head_dim"]
+    _gemma(metadata, config, layers_of_27b=_GEMMA3_27B_LAYERS, pattern_layers=_GEMMA3_PATTERN_LAYERS)
     local_theta = metadata.number("rope.freq_base_swa", default=10000.0, above=1)
     for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
         metadata.only(key, head_dim)
     softcap = metadata.number("final_logit_softcapping", default=0.0, low=0)
     config |= {
         "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
         "sliding_window": metadata.integer("attention.sliding_window"),
-        "layer_types": _layer_types(metadata, layers, _GEMMA3_PATTERN_LAYERS),
         "rope_parameters": {
             "full_attention": rope,
             "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
@@ -329,8 +356,10 @@ def _gpt_oss(metadata: _Metadata, config: Config) -> None:
 
 _ARCHITECTURES: dict[str, Callable[[_Metadata, Config], None]] = {
     "llama": _llama,
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,

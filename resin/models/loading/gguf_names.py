@@ -67,7 +67,7 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _LLAMA = _ATTENTION | _MLP | {"ffn_norm": "post_attention_layernorm"}
-_GEMMA3 = (
+_GEMMA = (
     _ATTENTION
     | _MLP
     | {
@@ -93,9 +93,11 @@ _LFM2 = _ATTENTION | {
 _GPT_OSS = _ATTENTION | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
+    "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
-    "gemma3_text": _GEMMA3,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "gpt_oss": _GPT_OSS,
@@ -108,6 +110,8 @@ _SPLIT_EXPERTS: Mapping[str, Mapping[str, str]] = {
         for name, hf_name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },
 }
+# Families whose files store 1 + w for the w of a norm.
+_NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 # Tensors that hold no weights of the model itself: they are read into the config, or not at all.
 _NOT_WEIGHTS = {"rope_freqs.weight"}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
@@ -135,13 +139,11 @@ def name_gguf_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str
 
 def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
     model_type = config["model_type"]
-    is_gemma = model_type == "gemma3_text"
     if model_type.startswith("lfm2") and name in ("token_embd_norm.weight", "output_norm.weight"):
         yield "model.embedding_norm.weight", Stored(name)
         return
     if name in _TOP_LEVEL:
-        change = Change.MINUS_ONE if is_gemma and name == "output_norm.weight" else Change.NONE
-        yield _TOP_LEVEL[name], Stored(name, change)
+        yield _TOP_LEVEL[name], _norm_rule(name, config) if name == "output_norm.weight" else Stored(name)
         return
     match = _LAYER_NAME.fullmatch(name)
     if match is None or int(match[1]) >= config["num_hidden_layers"]:
@@ -163,11 +165,15 @@ def _layer_rule(name: str, kind: str, config: Mapping[str, Any]) -> Stored:
     if config["model_type"] == "llama" and kind in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
         return Stored(name, Change.UNPERMUTE_HEADS, heads=heads)
-    if config["model_type"] == "gemma3_text" and kind.endswith("norm"):
-        return Stored(name, Change.MINUS_ONE)
+    if kind.endswith("norm"):
+        return _norm_rule(name, config)
     if kind == "shortconv.conv":
         return Stored(name, Change.CONV_CHANNEL)
     return Stored(name)
+
+
+def _norm_rule(name: str, config: Mapping[str, Any]) -> Stored:
+    return Stored(name, Change.MINUS_ONE if config["model_type"] in _NORMS_PLUS_ONE else Change.NONE)
 
 
 def _is_gpt_oss_expert(name: str, config: Mapping[str, Any]) -> bool:

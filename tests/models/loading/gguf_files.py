@@ -97,16 +97,18 @@ def _start(architecture: str, *, tied: bool = True, norm_change: Callable | None
     return file
 
 
-def _attention(file: GgufFile, layer: int, *, head: int = HEAD, permuted: bool = False, bias: bool = False) -> None:
+def _attention(
+    file: GgufFile, layer: int, *, permuted: bool = False, bias: bool = False, output_bias: bool = True
+) -> None:
     stored, expected = f"blk.{layer}.attn_", f"model.layers.{layer}.self_attn."
     for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
         change = permute(heads) if permuted and part != "v" else None
-        file.add(f"{stored}{part}.weight", f"{expected}{part}_proj.weight", heads * head, HIDDEN, change=change)
+        file.add(f"{stored}{part}.weight", f"{expected}{part}_proj.weight", heads * HEAD, HIDDEN, change=change)
         if bias:
-            file.add(f"{stored}{part}.bias", f"{expected}{part}_proj.bias", heads * head, change=change)
+            file.add(f"{stored}{part}.bias", f"{expected}{part}_proj.bias", heads * HEAD, change=change)
     output = "out_proj" if file.architecture.startswith("lfm2") else "o_proj"
-    file.add(f"{stored}output.weight", f"{expected}{output}.weight", HIDDEN, HEADS * head)
-    if bias:
+    file.add(f"{stored}output.weight", f"{expected}{output}.weight", HIDDEN, HEADS * HEAD)
+    if bias and output_bias:
         file.add(f"{stored}output.bias", f"{expected}{output}.bias", HIDDEN)
 
 
@@ -145,6 +147,15 @@ def make_llama() -> GgufFile:
     return file
 
 
+def make_qwen2() -> GgufFile:
+    file = _start("qwen2")
+    for layer in range(LAYERS):
+        _attention(file, layer, bias=True, output_bias=False)
+        _mlp(file, layer, MLP)
+        _norms(file, layer, LLAMA_NORMS)
+    return file
+
+
 def make_qwen3() -> GgufFile:
     file = _start("qwen3", tied=False)
     file.key(attention__key_length=HEAD)
@@ -168,8 +179,18 @@ def make_qwen3moe() -> GgufFile:
     return file
 
 
+def make_gemma2() -> GgufFile:
+    file = _gemma("gemma2", {})
+    file.key(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    return file
+
+
 def make_gemma3() -> GgufFile:
-    file = _start("gemma3", norm_change=plus_one)
+    return _gemma("gemma3", QK_NORMS)
+
+
+def _gemma(architecture: str, own_norms: dict[str, str]) -> GgufFile:
+    file = _start(architecture, norm_change=plus_one)
     file.key(attention__key_length=HEAD, attention__sliding_window=8)
     for layer in range(LAYERS):
         _attention(file, layer)
@@ -180,7 +201,7 @@ def make_gemma3() -> GgufFile:
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         }
-        _norms(file, layer, norms | QK_NORMS, change=plus_one)
+        _norms(file, layer, norms | own_norms, change=plus_one)
     return file
 
 
@@ -265,8 +286,10 @@ def make_gpt_oss() -> GgufFile:
 
 MAKERS: dict[str, Callable[[], GgufFile]] = {
     "llama": make_llama,
+    "qwen2": make_qwen2,
     "qwen3": make_qwen3,
     "qwen3moe": make_qwen3moe,
+    "gemma2": make_gemma2,
     "gemma3": make_gemma3,
     "lfm2": make_lfm2,
     "lfm2moe": make_lfm2moe,

@@ -58,7 +58,7 @@ def test_files_load_as_models(tmp_path: Path, architecture: str) -> None:
         ("attention__clamp_kqv", 8.0),
         ("attention__max_alibi_bias", 8.0),
         ("attention__value_length", 2 * HEAD),
-        ("attn_logit_softcapping", 50.0),
+        ("attn_logit_softcapping", -50.0),
         ("embedding_scale", 12.0),
         ("expert_shared_count", 1),
         ("expert_group_count", 8),
@@ -87,7 +87,7 @@ def test_what_is_not_computed_is_refused_by_name(
     assert f"metadata {architecture}.{key.replace('__', '.')} is {value!r}, expected " in str(caught.value)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "keys",
     [
@@ -151,6 +151,12 @@ def test_keys_that_models_compute_are_obeyed(headers: dict[str, GgufHeader]) -> 
     assert translate(headers["lfm2moe"], expert_weights_norm=False)["norm_topk_prob"] is False
     assert translate(headers["lfm2moe"], expert_weights_scale=2.5)["routed_scaling_factor"] == 2.5
     assert translate(headers["gemma3"], final_logit_softcapping=30.0)["final_logit_softcapping"] == 30.0
+    uncapped = translate(headers["gemma2"], attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
+    assert (uncapped["attn_logit_softcapping"], uncapped["final_logit_softcapping"]) == (None, None)
+    largest = {"block_count": 46, "embedding_length": 4608, "attention__head_count": 32}
+    tensors = {f"blk.{layer}.attn_norm.weight": None for layer in range(46)} | dict(headers["gemma2"].tensors)
+    header = GgufHeader("gemma2", headers["gemma2"].metadata, tensors)
+    assert translate(header, **largest)["query_pre_attn_scalar"] == 144  # of Gemma 2 27B; its heads are 128 wide
     kinds = ["full_attention", "sliding_attention"]
     assert translate(headers["gemma3"], attention__sliding_window_pattern=[False, True])["layer_types"] == kinds
     assert translate(headers["gpt-oss"], attention__sliding_window_pattern=[0, 1])["layer_types"] == kinds
