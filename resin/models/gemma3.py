@@ -23,6 +23,7 @@ class Gemma3Config(GemmaConfig):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config; raises InvalidRequest as `read_gemma` does."""
         given = ConfigReader.of(config)
+        given.only("attn_logit_softcapping", None)  # transformers reads it and leaves scores as they are
         full, sliding = _rotations(given, head_dim_of(given, 256))
         pattern = given.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
         return cls.read_gemma(

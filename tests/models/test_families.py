@@ -156,6 +156,7 @@ def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
         ("gemma2", {"hidden_act": "gelu"}),
         ("gemma2", {"use_bidirectional_attention": True}),
         ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}),  # transformers reads it and leaves scores as they are
         ("mistral", {"hidden_act": "gelu"}),
     ],
 )
