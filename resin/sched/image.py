@@ -9,6 +9,7 @@ import numpy as np
 
 from resin.plan import Bucket, CacheGroup, GroupGeometry, PlanLayout, RowFlag, StateGroup
 from resin.plan.layout import HEADER
+from resin.sched.buffers import BufferPool
 from resin.sched.lease import PagedGroup, StateRing
 from resin.sched.rows import DecodeRows
 
@@ -72,12 +73,13 @@ class DecodeImage:
         totals: pages of each paged group in the latest buffer.
     """
 
-    def __init__(self, bucket: Bucket, columns: DecodeColumns, rows: DecodeRows) -> None:
+    def __init__(self, bucket: Bucket, columns: DecodeColumns, rows: DecodeRows, memory: BufferPool) -> None:
         self.bucket = bucket
         self.layout = columns.layout
         self.totals = [0] * len(columns.paged)
         self._columns = columns
         self._rows = rows
+        self._memory = memory
         self._with_ids: set[int] = set()  # live rows of the latest buffer that did not take their token from their slot
         self._top = 0
         self._buffer: np.ndarray | None = None
@@ -133,7 +135,7 @@ class DecodeImage:
 
     def _copy(self, latest: np.ndarray) -> np.ndarray:
         columns, rows = self._columns, self._rows
-        buffer = np.empty(columns.layout.words, np.int32)
+        buffer = self._memory.take(columns.layout.words)
         buffer[: columns.head_stop] = latest[: columns.head_stop]
         computed = buffer[columns.computed : columns.computed + self.bucket.sequences]
         computed += rows.marks[: self.bucket.sequences]  # 1 where a row is live; places that changed are written again

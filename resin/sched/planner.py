@@ -18,6 +18,7 @@ from resin.plan import (
     plan_layout,
 )
 from resin.plan.layout import Header
+from resin.sched.buffers import BufferPool
 from resin.sched.image import DecodeColumns, DecodeImage
 from resin.sched.lease import PagedGroup
 from resin.sched.request import Request
@@ -43,6 +44,7 @@ class Planner:
         self._table = table
         self._scratch_slot = config.max_sequences
         self._specs = pairs = tuple(zip(config.groups, config.geometry.groups, strict=True))
+        self._memory = BufferPool()
         self._layouts: dict[Bucket, PlanLayout] = {}
         self._columns: dict[Bucket, DecodeColumns] = {}
         self._paged = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
@@ -64,7 +66,7 @@ class Planner:
         """One token for each live row; `growing` are the places of each paged group that start a page."""
         image = self.image
         if image is None or image.bucket is not bucket:
-            image = self.image = DecodeImage(bucket, self._decode_columns(bucket), rows)
+            image = self.image = DecodeImage(bucket, self._decode_columns(bucket), rows, self._memory)
         buffer, count = image.write_next(growing), rows.top
         buffer.flags.writeable = False
         return BatchPlan(step, bucket, count, count, buffer, image.layout, self._specs, (), masks, rows.live().ids)
@@ -94,7 +96,8 @@ class Planner:
         table, count = self._table, len(chunks)
         slots = np.fromiter((chunk.request.slot for chunk in chunks), np.int32, count)
         layout = self._layout(bucket)
-        buffer = np.zeros(layout.words, np.int32)
+        buffer = self._memory.take(layout.words)
+        buffer[:] = 0
         columns = layout.views(buffer)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
         stops = np.fromiter((chunk.stop for chunk in chunks), np.int32, count)
@@ -185,8 +188,9 @@ class Planner:
         layout = self._layouts.get(bucket)
         if layout is None:
             layout = self._layouts[bucket] = plan_layout(bucket, self._config.groups, self._config.geometry)
-            if not self._config.buckets:
-                self._layouts.clear()  # exact-size plans: every shape may be new
+            if not self._config.buckets:  # exact-size plans: every shape may be new
+                self._layouts.clear()
+                self._memory = BufferPool()
         return layout
 
 

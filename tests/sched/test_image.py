@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from resin import BatchPlan, Bucket, Engine, SamplingParams, WindowGroup
+from resin.sched.buffers import BufferPool
 from resin.sched.image import DecodeImage
 from resin.sched.rows import DecodeRows
 from tests.fakes import OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
@@ -48,7 +49,7 @@ def watch(engine: Engine) -> list[int]:
 
     def compare(step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: Any) -> BatchPlan:
         short, dirty, changed = set(rows.short), set(rows.dirty), set(rows.changed)
-        fresh = DecodeImage(bucket, planner._decode_columns(bucket), rows).write_next(growing)
+        fresh = DecodeImage(bucket, planner._decode_columns(bucket), rows, BufferPool()).write_next(growing)
         rows.short, rows.dirty, rows.changed = short, dirty, changed
         is_patch = planner.image is not None and planner.image.bucket is bucket
         plan = plan_decode(step, bucket, rows, growing, masks)
