@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -96,6 +99,11 @@ HYBRID_NAME = "history+window+state"
 PARAMS = SamplingParams(max_output_tokens=100_000, temperature=0.8, top_p=0.95, top_k=40, stop_token_ids=(2, 3))
 
 
+CHUNK_STEPS = 20  # of one case in a row
+STILL, PREFIX_CACHE, CONSTRAINED = "", ", prefix cache", ", one of them constrained"
+WAITING, TURNOVER = ", waits for each", ", one ends and one joins, waits for each"
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """Microseconds."""
@@ -113,46 +121,54 @@ def distribution(seconds: Sequence[float]) -> Distribution:
     return Distribution(median, p90, p99, worst, steps=len(micros))
 
 
-def decode_case(
+def decode_steps(
     groups: tuple[CacheGroup, ...],
     sequences: int,
-    steps: int,
+    most: int,
     *,
     prefix_cache: bool = False,
     constrained: int = 0,
     overlap: int = 1,
-) -> Distribution:
-    """Steps of `sequences` rows around 4k tokens of context, staggered so that pages fill at different steps.
+    context_tokens: int = CONTEXT_TOKENS,
+) -> Iterator[float]:
+    """Seconds of each step of rows around some context, staggered so that pages fill at different steps.
 
     Args:
+        most: steps that are asked for at most.
         constrained: rows with a mask, which costs nothing to make.
     """
-    config = case_config(groups, sequences, CONTEXT_TOKENS + 2 * steps + 256)
+    config = case_config(groups, sequences, context_tokens + 2 * most + 256)
     mask = np.full(-(-config.vocab_size // 32), -1, np.int32)
     masked = replace(PARAMS, allowed_tokens=lambda output: mask)
     with Engine(FreeRunner(config), prefix_cache=prefix_cache, overlap=overlap) as engine:
         rng = np.random.default_rng(0)
         for row in range(sequences):
             params = masked if sequences // 2 <= row < sequences // 2 + constrained else PARAMS
-            engine.submit(rng.integers(0, 128_000, CONTEXT_TOKENS - row % 64), sampling_params=params)
+            engine.submit(rng.integers(0, 128_000, context_tokens - row % 64), sampling_params=params)
         while engine.scheduler.prefilling or len(engine.scheduler.queue):
             engine.step()
         for _ in range(50):
             engine.step()
-        return distribution(_time_steps(engine, steps))
+        while True:
+            yield _time_step(engine)
 
 
-def turnover_case(groups: tuple[CacheGroup, ...], sequences: int, steps: int) -> dict[str, Distribution]:
-    """Every decode step ends one row, and the one after the next prefill step has another in its place.
+def turnover_steps(
+    groups: tuple[CacheGroup, ...],
+    sequences: int,
+    phase: Phase = Phase.DECODE,
+    *,
+    context_tokens: int = CONTEXT_TOKENS,
+) -> Iterator[float]:
+    """Seconds of each step of one phase while every decode step ends one row, and the one after the next prefill step
+    has another in its place.
 
-    Nothing is in flight while the next plan is made, so that each step holds all of its own work.
-
-    Returns:
-        decode steps and prefill steps.
+    Nothing is in flight while the next plan is made, so that each step holds all of its own work: to be held against
+    `decode_steps(overlap=0)`.
     """
-    config = case_config(groups, sequences, CONTEXT_TOKENS + 2 * sequences)
+    config = case_config(groups, sequences, context_tokens + 2 * sequences)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 128_000, CONTEXT_TOKENS - row % 64) for row in range(64)]
+    prompts = [rng.integers(0, 128_000, context_tokens - row % 64) for row in range(64)]
     runner = FreeRunner(config)
     # All rows start to decode together, and from the second step on one after the other ends.
     with Engine(runner, overlap=0, policy=Policy(prefill_streak_tokens=1 << 30)) as engine:
@@ -165,31 +181,51 @@ def turnover_case(groups: tuple[CacheGroup, ...], sequences: int, steps: int) ->
             submit(row, 3 + row)  # the first of these tokens comes with the prefill plan
         while engine.scheduler.prefilling or len(engine.scheduler.queue):
             engine.step()
-        seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-        gc.collect()
-        number = 0
-        while len(seconds[Phase.DECODE]) < steps:
+        for number in itertools.count():
             if not len(engine.scheduler.queue):
                 submit(number, sequences + 1)
-            number += 1
             before = len(engine.scheduler.decoding)
-            started = time.perf_counter()
-            engine.step()
-            elapsed = time.perf_counter() - started
+            elapsed = _time_step(engine)
             if number > sequences:
                 assert abs(len(engine.scheduler.decoding) - before) == 1, "one row ends, or one joins"
-                seconds[runner.phase].append(elapsed)
-    return {"decode": distribution(seconds[Phase.DECODE]), "prefill": distribution(seconds[Phase.PREFILL])}
+                if runner.phase is phase:
+                    yield elapsed
 
 
-def _time_steps(engine: Engine, steps: int) -> list[float]:
-    seconds = []
+def _time_step(engine: Engine) -> float:
+    started = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started
+
+
+def measured(cases: Mapping[str, Iterator[float]], steps: int) -> dict[str, Distribution]:
+    """Steps of every case, some of one and then some of the next, so that what disturbs the machine disturbs all."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        next(case)  # what comes before the steps
     gc.collect()
-    for _ in range(steps):
-        started = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    for done in range(0, steps, CHUNK_STEPS):
+        for name, case in cases.items():
+            next(case)  # the caches are another case's
+            seconds[name] += itertools.islice(case, min(CHUNK_STEPS, steps - done))
+    for case in cases.values():
+        cast("Generator[float]", case).close()
+    return {name: distribution(values) for name, values in seconds.items()}
+
+
+def change_cases(
+    groups: tuple[CacheGroup, ...], sequences: int, steps: int, *, context_tokens: int = CONTEXT_TOKENS
+) -> dict[str, Iterator[float]]:
+    """What changes in a set of decode rows, and the still cases to hold it against."""
+    most = steps + steps // CHUNK_STEPS + 2
+    decode = partial(decode_steps, groups, sequences, most, context_tokens=context_tokens)
+    return {
+        STILL: decode(),
+        PREFIX_CACHE: decode(prefix_cache=True),
+        CONSTRAINED: decode(constrained=1),
+        WAITING: decode(overlap=0),
+        TURNOVER: turnover_steps(groups, sequences, context_tokens=context_tokens),
+    }
 
 
 def admission_case(prompt_tokens: int, repeats: int) -> Distribution:
@@ -211,24 +247,13 @@ def admission_case(prompt_tokens: int, repeats: int) -> Distribution:
 
 def measure(steps: int) -> dict[str, Distribution]:
     """Every case by name."""
-    turnover = {
-        name: turnover_case(groups, 256, steps) for name, groups in (("history", HISTORY), (HYBRID_NAME, HYBRID))
-    }
-    return {
-        "history 32": decode_case(HISTORY, 32, steps, prefix_cache=False),
-        "history 256": decode_case(HISTORY, 256, steps, prefix_cache=False),
-        "history 256 prefix cache": decode_case(HISTORY, 256, steps, prefix_cache=True),
-        "history 256, one of them constrained": decode_case(HISTORY, 256, steps, constrained=1),
-        "history 256, waits for each": decode_case(HISTORY, 256, steps, overlap=0),
-        "history 256, one ends and one joins": turnover["history"]["decode"],
-        "history 256, the prefill step between": turnover["history"]["prefill"],
-        "history+window+state 256": decode_case(HYBRID, 256, steps, prefix_cache=False),
-        "history+window+state 256, one constrained": decode_case(HYBRID, 256, steps, constrained=1),
-        "history+window+state 256, waits for each": decode_case(HYBRID, 256, steps, overlap=0),
-        "history+window+state 256, one ends, one joins": turnover[HYBRID_NAME]["decode"],
-        "history+window+state 256 prefix cache": decode_case(HYBRID, 256, steps, prefix_cache=True),
-        "admission 16k prompt, prefix cached": admission_case(16_384, max(steps // 10, 20)),
-    }
+    results = measured({"history 32": decode_steps(HISTORY, 32, 2 * steps)}, steps)
+    for name, groups in (("history", HISTORY), (HYBRID_NAME, HYBRID)):
+        found = measured(change_cases(groups, 256, steps), steps)
+        results |= {f"{name} 256{case}": row for case, row in found.items()}
+    results |= measured({"history 256, the prefill step between": turnover_steps(HISTORY, 256, Phase.PREFILL)}, steps)
+    results["admission 16k prompt, prefix cached"] = admission_case(16_384, max(steps // 10, 20))
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = {name: {field: getattr(row, field) for field in row.__slots__} for name, row in results.items()}
         print(json.dumps({"python": platform.python_version(), "numpy": np.__version__, "cases": rows}, indent=1))
         return 0
-    print(f"{'case':46} {'median':>9} {'p90':>9} {'p99':>9} {'worst':>9}  us")
+    print(f"{'case':54} {'median':>9} {'p90':>9} {'p99':>9} {'worst':>9}  us")
     for name, row in results.items():
-        print(f"{name:46} {row.median_us:9.1f} {row.p90_us:9.1f} {row.p99_us:9.1f} {row.worst_us:9.1f}")
+        print(f"{name:54} {row.median_us:9.1f} {row.p90_us:9.1f} {row.p99_us:9.1f} {row.worst_us:9.1f}")
     return 0

@@ -213,7 +213,10 @@ class CacheManager:
             return
         if position and lease.is_sound and self.prefixes.enabled:
             self.prefixes.publish(request, lease, position, position)
-        self.pool.release(lease.pages())
+        for row in lease.rows:
+            self.pool.release_row(row.view())
+        for ring in lease.states:
+            self.pool.release(ring.pages())
         request.lease = None
         if lease.node is not None:
             self.prefixes.trie.on_release(lease.node)

@@ -101,6 +101,10 @@ class StateRing:
         self.current: list[int] | None = None
         self.held: list[tuple[int, list[int]]] = []
 
+    def pages(self) -> list[int]:
+        """All that it holds."""
+        return [*(self.current or ()), *(page for _, pages in self.held for page in pages)]
+
     def at(self, position: int, computed_tokens: int) -> list[int] | None:
         """Pages with the state after `position` tokens, if the ring has it; `current` is at `computed_tokens`."""
         if position == computed_tokens:
@@ -133,9 +137,9 @@ class CacheLease:
 
     def pages(self) -> list[int]:
         """Every page that this lease reads or writes, each once."""
-        held: list[int] = [page for row in self.rows for page in row.view().tolist()]
+        held: list[int] = []
+        for row in self.rows:
+            held += row.view().tolist()
         for ring in self.states:
-            held.extend(ring.current or ())
-            for _, pages in ring.held:
-                held.extend(pages)
+            held += ring.pages()
         return held

@@ -20,16 +20,17 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.total = max(num_pages - 1, 0)
-        self._free = list(range(num_pages - 1, 0, -1))
-        # Plain lists: a step touches a few pages, where NumPy calls cost more than the loop.
-        self._readers = [0] * num_pages
-        self._published = bytearray(num_pages)
+        self._stack = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # the free ones up to `_free`, the next one last
+        self._free = self.total
+        # A step touches a few pages, one by one; a request that comes or goes hundreds, as arrays of the same memory.
+        self._counts = np.zeros(num_pages, np.int32)
+        self._marks = np.zeros(num_pages, np.uint8)
+        self._readers, self._published = memoryview(self._counts), memoryview(self._marks)
         self._cached = 0
-        self._holds_published = False  # whether the trie ever got a page
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return self._free
 
     @property
     def cached(self) -> int:
@@ -37,19 +38,18 @@ class PagePool:
 
     @property
     def leased(self) -> int:
-        return self.total - len(self._free) - self._cached
+        return self.total - self._free - self._cached
 
     def try_reserve(self, count: int) -> list[int] | None:
         """Takes `count` free pages, each with one reader; None, and nothing taken, if there are fewer."""
-        if count > len(self._free):
+        left = self._free - count
+        if left < 0:
             return None
-        if count == 0:
-            return []
-        pages = self._free[-count:]
-        del self._free[-count:]
-        for page in pages:
-            self._readers[page] = 1
-        return pages
+        pages = self._stack[left : self._free]
+        self._counts[pages] = 1
+        self._free = left
+        taken: list[int] = pages.tolist()
+        return taken
 
     def retain(self, pages: Iterable[int]) -> None:
         """Adds one reader to each of some published pages."""
@@ -61,29 +61,37 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drops one reader from each page (as often as it is named); unpublished ones without readers become free."""
-        readers, published, free = self._readers, self._published, self._free
-        if not self._holds_published:  # nothing is shared: whatever is released becomes free
-            pages = list(pages)
-            assert [readers[page] for page in pages].count(1) == len(pages), "page released that nobody leased"
-            for page in pages:
-                readers[page] = 0
-            free += pages
-            return
+        readers = self._readers
         for page in pages:
             left = readers[page] - 1
             assert left >= 0, "page released more often than it was leased"
             readers[page] = left
             if not left:
-                if published[page]:
+                if self._published[page]:
                     self._cached += 1
                 else:
-                    free.append(page)
+                    self._push(page)
+
+    def release_row(self, pages: np.ndarray) -> None:
+        """The same for an array that names each page once, as a request's page row does."""
+        left = self._counts[pages] - 1
+        assert not left.size or left.min() >= 0, "page released more often than it was leased"
+        self._counts[pages] = left
+        idle = pages[left == 0]
+        is_published = self._marks[idle] != 0
+        freed = idle[~is_published]
+        self._cached += len(idle) - len(freed)
+        self._stack[self._free : self._free + len(freed)] = freed
+        self._free += len(freed)
+
+    def _push(self, page: int) -> None:
+        self._stack[self._free] = page
+        self._free += 1
 
     def publish(self, pages: Iterable[int]) -> None:
         """Hands leased pages to the trie as well: from now on they are immutable."""
         for page in pages:
             assert self._readers[page] > 0 and not self._published[page]
-            self._holds_published = True
             self._published[page] = 1
 
     def withdraw(self, pages: Iterable[int]) -> None:
@@ -93,7 +101,7 @@ class PagePool:
             self._published[page] = 0
             if self._readers[page] == 0:
                 self._cached -= 1
-                self._free.append(page)
+                self._push(page)
 
     def is_leased(self, page: int) -> bool:
         """True if a live request uses the page."""
@@ -110,14 +118,12 @@ class PagePool:
             readers: int [num_pages], live requests a page.
             published: bool [num_pages], pages that trie nodes hold.
         """
-        assert np.array_equal(self._readers, readers), "reference counts differ from the leases"
-        assert np.array_equal(np.frombuffer(self._published, np.bool_), published), (
-            "published pages differ from the trie"
-        )
+        assert np.array_equal(self._counts, readers), "reference counts differ from the leases"
+        assert np.array_equal(self._marks != 0, published), "published pages differ from the trie"
         idle = readers == 0
         assert self._cached == int(np.count_nonzero(idle & published))
         free = np.zeros_like(published)
-        free[self._free] = True
-        assert len(self._free) == int(free.sum()), "a page is free twice"
+        free[self._stack[: self._free]] = True
+        assert self._free == int(free.sum()), "a page is free twice"
         assert np.array_equal(free[1:], (idle & ~published)[1:]), "free list differs"
         assert self.free + self.leased + self.cached == self.total

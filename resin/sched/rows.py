@@ -100,8 +100,10 @@ class DecodeRows:
         self._ids = [NOBODY] * capacity
         self._append: list[Callable[[int], None] | None] = [None] * capacity
         self._stop_ids = np.full((MAX_STOP_TOKENS, capacity), -1, np.int32)
+        self._logprobs: dict[int, int] = {}  # most likely tokens to report, of rows that ask for some
         self._stop_width = 0  # of the longest list of any row so far
         self._live: LiveRows | None = None
+        self._latest: LiveRows | None = None  # gathered last
         self._kept: dict[frozenset[int], LiveRows] = {}  # by who pauses, while none joins or leaves
         self._top = 0
         self._first_end = _NEVER
@@ -124,6 +126,8 @@ class DecodeRows:
         self._append[place] = request.output_ids.append
         if table.constrained[slot]:
             self.constrained.add(place)
+        if table.top_logprobs[slot]:
+            self._logprobs[place] = int(table.top_logprobs[slot])
         if table.min_outputs[slot] > table.outputs[slot]:
             self.short.add(place)
         self.count += 1
@@ -141,6 +145,7 @@ class DecodeRows:
         del self._places[request]
         self.requests[place] = self._append[place] = None
         self.constrained.discard(place)
+        self._logprobs.pop(place, None)
         self.short.discard(place)
         self.dirty.discard(place)
         self.count -= 1
@@ -204,7 +209,7 @@ class DecodeRows:
             if kept is None:
                 kept = self._kept[key] = self._gather()
             self._live, self._top = kept, len(kept.ids)
-            self._first_end = int(self._ends[: self._top].min(initial=_NEVER))
+            self._first_end = int(np.minimum.reduce(self._ends[: self._top], initial=_NEVER))
         return self._live
 
     @property
@@ -264,7 +269,7 @@ class DecodeRows:
         return request
 
     def _gather(self) -> LiveRows:
-        occupied = np.flatnonzero(self.marks)
+        (occupied,) = self.marks.nonzero()
         count = len(occupied)
         top = int(occupied[-1]) + 1 if count else 0
         requests, append = self.requests[:top], self._append[:top]
@@ -277,15 +282,21 @@ class DecodeRows:
             stop_ids = stop_ids.take(occupied, axis=1)
             for place in reversed((~emits).nonzero()[0].tolist()):
                 del requests[place], append[place]
-        runs = _runs(slots)
-        index = runs[0] if runs is not None and len(runs) == 1 else slots
-        ids, logprobs = tuple(self._ids[:top]), int(self.table.top_logprobs[slots].max(initial=0))
-        return LiveRows(tuple(requests), append, slots, index, runs, emits, ids, stop_ids, logprobs)  # type: ignore[arg-type]
+        latest = self._latest
+        if latest is not None and np.array_equal(slots, latest.slots):  # another request in the place of one that ended
+            index, runs = latest.index, latest.runs
+        else:
+            runs = _runs(slots)
+            index = runs[0] if runs is not None and len(runs) == 1 else slots
+        ids = tuple(self._ids[:top])
+        logprobs = max([self._logprobs[place] for place in self._logprobs if self.marks[place]], default=0)
+        self._latest = LiveRows(tuple(requests), append, slots, index, runs, emits, ids, stop_ids, logprobs)  # type: ignore[arg-type]
+        return self._latest
 
 
 def _runs(slots: np.ndarray) -> list[slice] | None:
     """The slots as slices of rising ones without a gap, several times faster than an index array; None if too many."""
-    edges = np.flatnonzero(slots[1:] - slots[:-1] != 1).tolist()
+    edges = (slots[1:] - slots[:-1] != 1).nonzero()[0].tolist()
     if len(edges) >= MAX_RUNS or not len(slots):
         return None
     starts, stops = [0, *(edge + 1 for edge in edges)], [*(edge + 1 for edge in edges), len(slots)]

@@ -1,18 +1,13 @@
-"""Decode rows: who has which place, what a change touches, and what it costs."""
+"""Decode rows: who has which place, and what a change touches."""
 
 from __future__ import annotations
 
 import random
-import time
-import types
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-import bench.scheduler
-from bench.scheduler import HISTORY, HYBRID, decode_case, turnover_case
-from resin import CacheGroup, Engine, Phase, SamplingParams
+from resin import Engine, Phase, SamplingParams
 from resin.plan import NOBODY
 from resin.sched.rows import DecodeRows
 from tests.fakes import VOCAB, OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
@@ -165,54 +160,3 @@ def test_rows_agree_with_a_plain_model() -> None:
                 assert rows.position(place) == table.computed[request.slot]  # type: ignore[attr-defined]
             for span in (4, 7):
                 assert rows.starting(span) == [place for place in sorted(live) if rows.position(place) % span == 0]
-
-
-# -- cost -----------------------------------------------------------------------------------------------------------
-
-# Against the step of rows that stay, on a busy machine: 1.5 to 2.1 with changes (the goal is 1.5), 1.05 with a prefix
-# cache. Rows built anew took 3.9 to 4.5 times, and a prefix cache 2.
-MOST = 2.8
-MOST_CACHED = 1.6
-
-
-def least_ratio(changing: Callable[[], float], still: Callable[[], float], most: float = MOST) -> float:
-    """The smallest of a few ratios of one case to the other, one right after the other."""
-    ratios = []
-    for _ in range(4):
-        ratios.append(changing() / still())
-        if ratios[-1] < most:
-            break
-    return min(ratios)
-
-
-@pytest.fixture
-def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what this thread computes counts."""
-    monkeypatch.setattr(bench.scheduler, "time", types.SimpleNamespace(perf_counter=time.thread_time))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [HISTORY, HYBRID], ids=["history", "hybrid"])
-def test_one_end_and_one_join_a_step_cost_little(groups: tuple[CacheGroup, ...], own_time: None) -> None:
-    ratio = least_ratio(
-        lambda: turnover_case(groups, 256, 60)["decode"].median_us,
-        lambda: decode_case(groups, 256, 60, overlap=0).median_us,
-    )
-    assert ratio < MOST
-
-
-@pytest.mark.parametrize("groups", [HISTORY, HYBRID], ids=["history", "hybrid"])
-def test_one_constrained_row_costs_little(groups: tuple[CacheGroup, ...], own_time: None) -> None:
-    ratio = least_ratio(
-        lambda: decode_case(groups, 256, 60, constrained=1).median_us, lambda: decode_case(groups, 256, 60).median_us
-    )
-    assert ratio < MOST
-
-
-def test_a_prefix_cache_costs_decoding_little(own_time: None) -> None:
-    ratio = least_ratio(
-        lambda: decode_case(HISTORY, 256, 60, prefix_cache=True).median_us,
-        lambda: decode_case(HISTORY, 256, 60).median_us,
-        MOST_CACHED,
-    )
-    assert ratio < MOST_CACHED
