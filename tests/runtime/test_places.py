@@ -34,9 +34,7 @@ def program(config: RunnerConfig, bucket: Bucket):  # type: ignore[no-untyped-de
 
 
 def slot_table(config: RunnerConfig, latest: np.ndarray) -> SlotTable:
-    shapes = abstract_slots(
-        config.max_sequences, config.vocab_size, jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    )
+    shapes = abstract_slots(config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     zeros = {
         name: jnp.zeros(leaf.shape, leaf.dtype) for name in SlotTable.__slots__ for leaf in [getattr(shapes, name)]
     }
