@@ -35,6 +35,7 @@ from resin.record import PlanRecorder
 from resin.resolved import ResolvedConfig, resolve
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit, stamp
+from resin.sched.fill import prefill_costs
 from resin.sched.keys import MediaSpan, check_media, prompt_keys
 from resin.sched.policy import Policy
 from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
@@ -278,6 +279,7 @@ class Engine:
                 overlap=self._wanted_overlap if self._binding.can_overlap else 0,
             )
             self._overlap, scheduler.streak_tokens = found.overlap, found.prefill_streak_tokens
+            scheduler.prefill_costs = prefill_costs(self.parts.config, self.parts.step_times())
         return self._resolved
 
     def _plan(self) -> PlannedStep | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from resin.plan import Bucket, Phase, RunnerConfig, smallest_bucket
 from resin.sched.cache import CacheManager, OutOfPages, Reservation
+from resin.sched.fill import fill_tokens, prefill_costs
 from resin.sched.masks import allowed_masks
 from resin.sched.planner import Chunk, Planner
 from resin.sched.policy import Policy
@@ -41,6 +42,7 @@ class Scheduler:
         self.retractions = 0
         self.prefill_streak = 0  # bucket tokens of prefill plans since rows that decode had their last step
         self.streak_tokens = policy.prefill_streak_tokens or _EXACT  # at which it is their turn; set by the Engine
+        self.prefill_costs = prefill_costs(config, None)  # measured ones are set by the Engine
         self.planner = Planner(config, self.table, cache.paged)
         self._step = 0
         prefill = [bucket for bucket in config.buckets if bucket.phase is Phase.PREFILL]
@@ -313,9 +315,10 @@ class Scheduler:
         return chunks, bucket
 
     def _prefill_budget(self) -> int:
-        """Tokens of the next prefill plan: no more than rows that decode wait for."""
+        """Tokens of the next prefill plan: no more than rows that decode wait for, cut where its bucket is full."""
         left = self.streak_tokens - self.prefill_streak if self.decoding else self.max_plan_tokens
-        return min(self.max_plan_tokens, left if left > 0 else self.streak_tokens)
+        most = min(self.max_plan_tokens, left if left > 0 else self.streak_tokens)
+        return fill_tokens(min(most, self.table.waiting(self.prefilling[: self._max_prefill_rows])), self.prefill_costs)
 
     def _try_extend(self, request: Request, start: int, stop: int, reservation: Reservation) -> bool:
         """Reserves what the request needs to compute tokens `[start, stop)`; all or nothing."""

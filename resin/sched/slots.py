@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from resin.plan.layout import KEPT_COLUMNS
@@ -101,6 +103,11 @@ class SlotTable:
         self.constrained[slot] = params.allowed_tokens is not None
         for column in SAMPLING_COLUMNS:
             self.sampling[column.name][slot] = column.value(params, request.seed)
+
+    def waiting(self, requests: Sequence[Request]) -> int:
+        """Tokens of these requests that are known and not computed."""
+        slots = np.array([request.slot for request in requests], np.int32)
+        return int((self.known[slots] - self.computed[slots]).sum())
 
     def give_back(self, request: Request) -> None:
         slot = request.slot
