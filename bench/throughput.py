@@ -63,6 +63,7 @@ class ObservedRunner:
         self.config = self.runner.config
         self.bind, self.unbind = self.runner.bind, self.runner.unbind
         self.accept, self.free_pages = self.runner.accept, self.runner.free_pages
+        self.step_times, self.facts = self.runner.step_times, self.runner.facts
         self._ended_s = 0.0
 
     def dispatch(self, plan: BatchPlan) -> tuple[BatchPlan, float, Any]:
