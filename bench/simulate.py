@@ -30,6 +30,7 @@ from resin import (
     SamplingParams,
     plan_geometry,
 )
+from resin.plan import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,12 @@ class TimedRunner:
 
     def clock(self) -> float:
         return self.now_s
+
+    def step_times(self) -> StepTimes:
+        """What the latency model says, as an engine would measure it."""
+        by_phase = [[bucket for bucket in self.config.buckets if bucket.phase is phase] for phase in Phase]
+        prefill = tuple((bucket.tokens, self._latency.plan_s(bucket)) for bucket in by_phase[Phase.PREFILL])
+        return StepTimes(prefill, self._latency.plan_s(by_phase[Phase.DECODE][0]), 0.0)
 
     def bind(self, arena: ArenaSpec) -> None:
         """Nothing to allocate."""

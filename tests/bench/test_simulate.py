@@ -82,7 +82,7 @@ def test_the_clock_is_the_sum_of_the_plans() -> None:
     """One request: its first token after its chunks, each later one after one decode plan; the host is free."""
     trace = [TraceRequest(3.0, 3000, 5)]
     result = reported(trace, plan_tokens=2048)
-    prefill = 2 * (5 + 0.01 * 2048) / 1000  # 2,048 tokens, then the other 952 in the same bucket
+    prefill = (5 + 0.01 * 2048 + 2 * (5 + 0.01 * 512)) / 1000  # 2,048 tokens, then 512 and 440: less than 952 in 2,048
     decode = (2 + 0.1) / 1000
     assert result["requests"] == 1 and result["retractions"] == 0
     assert result["ttft_s"]["p50"] == pytest.approx(prefill, abs=1e-4)
@@ -93,7 +93,7 @@ def test_the_clock_is_the_sum_of_the_plans() -> None:
 
 def test_fill_counts_live_tokens_over_bucket_tokens() -> None:
     result = reported([TraceRequest(0.0, 3000, 5)], plan_tokens=2048)
-    assert result["bucket_fill"]["prefill"] == pytest.approx(3000 / 4096, abs=1e-4)
+    assert result["bucket_fill"]["prefill"] == pytest.approx(3000 / 3072, abs=1e-4)
     assert result["bucket_fill"]["decode"] == 1.0
 
 
