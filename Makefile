@@ -26,7 +26,7 @@ CONSTRAINTS := constraints/$(if $(filter 3.11,$(VERSION)),py311,py312).txt
 RUN := $(VENV)/bin/
 PIP := $(RUN)python -m pip --disable-pip-version-check
 
-.PHONY: chat serve test check format lint types kernels cloc install install-dev
+.PHONY: chat serve test test-full check format lint types kernels cloc install install-dev
 .DEFAULT_GOAL := chat
 
 chat: install ## talk to the model in the terminal
@@ -36,9 +36,19 @@ serve: install ## OpenAI-compatible HTTP server
 	$(RUN)resin serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # Some tests watch the clock: what failed beside others counts only if it fails alone as well.
-test: install-dev ## the default tests, or those of TESTS, by WORKERS processes
-	$(RUN)python -m pytest -q -n $(WORKERS) $(TESTS) || \
-	$(RUN)python -m pytest -q --last-failed --last-failed-no-failures none $(TESTS)
+test: TIER = not full
+test: install-dev ## the quick tests, or those of TESTS, by WORKERS processes
+	$(run-tests)
+
+test-full: TIER = full
+test-full: install-dev ## the others: kernels interpreted, whole programs, every model family
+	$(run-tests)
+
+define run-tests
+$(RUN)python -m pytest -q -n $(WORKERS) -m "$(TIER) and $(DEFAULT)" $(TESTS) || \
+$(RUN)python -m pytest -q --last-failed --last-failed-no-failures none -m "$(TIER) and $(DEFAULT)" $(TESTS)
+endef
+DEFAULT = not slow and not gpu and not reference
 
 check: format lint types test ## what a change must pass
 

@@ -29,5 +29,15 @@ settings.register_profile("resin", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("resin")
 
 
+FULL = Path(__file__).resolve().parent / "full"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies in tests/full is the full tier: `make test` leaves it out, `make test-full` runs it."""
+    for item in items:
+        if item.path.is_relative_to(FULL):
+            item.add_marker(pytest.mark.full)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--weights", help="checkpoint that the engine tests marked gpu run with; default: random weights")

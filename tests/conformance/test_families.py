@@ -32,6 +32,9 @@ GOLDENS = Path(__file__).resolve().parent.parent / "data" / "goldens"
 SEED = 5
 # The family that compiles every bucket in the default run; the others do so among the slow tests.
 EVERY_BUCKET = ("lfm2",)
+# Families of the quick tests: between them every kind of cache group, experts and every order of norms.
+QUICK = ("llama", "gemma3_text", "lfm2_moe")
+TIERS = [pytest.param(family, marks=() if family in QUICK else pytest.mark.full) for family in TINY_CONFIGS]
 CAPABILITIES = {
     "load": (),
     "prefill": ("plain forward", "chunked", "reference logits", "stale pages"),
@@ -55,7 +58,7 @@ def report_of(family: str, directory: Path, every_bucket: bool) -> Report:
     return verify(checkpoint, reference=golden(family), settings=Settings(buckets=every_bucket, kernels=False))
 
 
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", TIERS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_capability(family: str, capability: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     report = report_of(family, tmp_path_factory.getbasetemp(), family in EVERY_BUCKET)
@@ -79,7 +82,7 @@ def test_tensor_parallel(family: str) -> None:
     assert report.passed, f"\n{report}"
 
 
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", TIERS)
 def test_quantised(family: str) -> None:
     """Packed files give the weights of the file that they decode to; MXFP4 experts stay packed where declared so."""
     packed = tiny(family) if family == "gpt_oss" else fp8_checkpoint(tiny(family))

@@ -20,7 +20,7 @@ from resin.pallas_kernels.table import Backend, pick_kernels
 from resin.plan import RunnerConfig
 from resin.runtime import ModelRunner, build_runner
 from resin.runtime.sampling import Sampled, draw_tokens, sample
-from tests.pallas_kernels.test_sampling import build_draw, build_logits
+from tests.full.pallas_kernels.test_sampling import build_draw, build_logits
 from tests.plan_builder import PlannedSequence
 from tests.runtime.test_sampling import LOGITS, ROWS, VOCAB, blocks_of, empty_columns, empty_slots, fill_row, load
 from tests.runtime.tiny_runner import tiny_options

@@ -21,7 +21,7 @@ from resin.runtime import build_runner
 from resin.runtime.arena import DeviceState
 from tests.runtime.tiny_runner import NUM_PAGES, builder_for, tiny_checkpoint, tiny_options
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import sys

@@ -10,7 +10,7 @@ import pytest
 from serve.cli import main
 from tests.conformance.example import MODEL, PAGE, write_example
 
-REFERENCE = Path(__file__).resolve().parent.parent / "data" / "goldens" / "granite.npz"
+REFERENCE = Path(__file__).parents[2] / "data" / "goldens" / "granite.npz"
 
 
 @pytest.fixture
