@@ -23,6 +23,7 @@ from resin.pallas_kernels.sampling import sample_tokens
 from resin.pallas_kernels.shift_state import shift_state
 from resin.pallas_kernels.table import pick_kernels
 from resin.plan import RowFault
+from tests.full.pallas_kernels.test_sampling import build_draw, build_logits
 from tests.pallas_kernels.grid import (
     BF16_ERROR,
     FP8_GRID,
@@ -38,7 +39,6 @@ from tests.pallas_kernels.grid import (
 from tests.pallas_kernels.paged_cases import PagedCase, build_case, relative_error
 from tests.pallas_kernels.references import dense_small_ref, expert_ffn_ref, rope_append_ref
 from tests.pallas_kernels.state_cases import check_shift_state
-from tests.pallas_kernels.test_sampling import build_draw, build_logits
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from resin import Engine, Request, SamplingParams, TokensEvent
-from resin.conformance.generation import SharedRunner
 from resin.runtime import ModelRunner
-from tests.runtime.tiny_runner import NUM_PAGES, build_tiny
+from tests.runtime.tiny_runner import build_tiny
 
 VOCAB, ROWS = 256, 12
 
@@ -44,7 +43,7 @@ def runner() -> Iterator[ModelRunner]:
 
 def run(runner: ModelRunner, numbers: Sequence[int], **settings: Any) -> tuple[list[list[int]], list[Any], Engine]:
     """Tokens and logprobs of these requests, sent at once, and the engine that they ran in."""
-    engine = Engine(SharedRunner(runner, NUM_PAGES), **{"cache_pages": 200, "prefix_cache": False} | settings)
+    engine = Engine(runner.view(), **{"cache_pages": 200, "prefix_cache": False} | settings)
     with engine:
         sent = [engine.submit(PROMPTS[number], sampling_params=PARAMS[number]) for number in numbers]
         scores: dict[Request, list[Any]] = {request: [] for request in sent}
@@ -77,7 +76,7 @@ def test_together_as_alone(runner: ModelRunner, alone: list[tuple[list[int], Any
 
 
 def test_with_a_cached_prefix(runner: ModelRunner, alone: list[tuple[list[int], Any]]) -> None:
-    with Engine(SharedRunner(runner, NUM_PAGES), cache_pages=200, prefix_cache=True) as engine:
+    with Engine(runner.view(), cache_pages=200, prefix_cache=True) as engine:
         for _ in range(2):
             sent = [
                 engine.submit(prompt, sampling_params=params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)

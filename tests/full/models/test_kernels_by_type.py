@@ -205,7 +205,7 @@ def test_a_subclass_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     made = pick_kernels("cpu", backend=Backend.INTERPRET)
     reference = pick_kernels("cpu").paged_decode
     monkeypatch.setattr(
-        "tests.models.test_kernels_by_type.pick_kernels",
+        "tests.full.models.test_kernels_by_type.pick_kernels",
         lambda platform, backend: dataclasses.replace(made, paged_decode=_uncounted(reference)),
     )
     for got, wanted in zip(jax.jit(program(run, Backend.INTERPRET, True))(x), expected, strict=True):
