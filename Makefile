@@ -50,7 +50,7 @@ $(RUN)python -m pytest -q --last-failed --last-failed-no-failures none -m "$(TIE
 endef
 DEFAULT = not slow and not gpu and not reference
 
-check: format lint types test ## what a change must pass
+check: format lint types test test-full ## what a change must pass
 
 format: install-dev
 	$(RUN)ruff format --check .
