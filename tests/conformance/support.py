@@ -46,7 +46,7 @@ NAMES = {
     "gpt_oss": "gpt-oss",
 }
 # Real weights that a family is checked with besides the tiny ones, and the test module that does it.
-REAL = {"llama": ("SmolLM2 135M", "test_smollm2.py"), "gemma3_text": ("Gemma 3 270M", "test_gemma3.py")}
+REAL = {"llama": ("SmolLM2 135M", "full/test_smollm2.py"), "gemma3_text": ("Gemma 3 270M", "test_gemma3.py")}
 TESTS = ("tests/conformance/test_families.py", *(f"tests/{module}" for _, module in REAL.values()))
 
 
@@ -94,7 +94,7 @@ def _verified(family: str, outcomes: Mapping[str, str]) -> str:
         claims.append("transformers, tiny weights")
     if family in REAL:
         name, module = REAL[family]
-        results = {outcome for test, outcome in outcomes.items() if test.startswith(f"{module}::")}
+        results = {outcome for test, outcome in outcomes.items() if test.startswith(f"{Path(module).name}::")}
         if results == {"pass"}:
             claims.append(f"transformers, {name}")
     return "; ".join(claims) or "-"

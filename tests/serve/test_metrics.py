@@ -29,7 +29,7 @@ async def test_a_limit_that_is_left_open_has_no_gauge() -> None:
     with running_server(ScriptedRunner()) as server:
         found = await metrics(server)
     assert 'resin_http_limit{name="max_output_tokens"}' not in found
-    assert found['resin_http_limit{name="max_active_sessions"}'] == 128
+    assert found['resin_http_limit{name="max_active_sessions"}'] == 256
 
 
 async def test_requests_are_counted_by_path_and_status() -> None:

@@ -13,7 +13,7 @@ import pytest
 from resin.models.registry import open_checkpoint
 from resin.models.testing import TINY_CONFIGS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "library.md"
+PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

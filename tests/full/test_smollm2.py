@@ -16,7 +16,7 @@ from resin import ArenaSpec, Engine, Policy, Request, SamplingParams, TokensEven
 from resin.models.families import sequence_logits
 from resin.runtime import ModelRunner, RunnerOptions, load_runner
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text())["prompts"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_golden.json").read_text())["prompts"]
 STOP = 2
 NUM_PAGES = 128
 SHORT_TOKENS = 14
