@@ -262,8 +262,8 @@ def build_runner(args: argparse.Namespace, recording: Recording) -> Any:
         options = RunnerOptions(
             max_sequences=config.max_sequences,
             max_context_tokens=config.max_context_tokens,
-            decode_sequences=tuple(sorted({b.sequences for b in config.buckets if b.phase is Phase.DECODE})),
-            prefill_tokens=tuple(sorted({b.tokens for b in config.buckets if b.phase is Phase.PREFILL})),
+            decode_sequences=config.bucket_sizes(Phase.DECODE),
+            prefill_tokens=config.bucket_sizes(Phase.PREFILL),
             cache_dtype=config.arena_dtype,
             kv_dtype=FP8_DTYPE if scales else None,
             kv_scale=scales[0] if scales else 1.0,

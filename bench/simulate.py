@@ -62,9 +62,9 @@ class TimedRunner:
 
     def step_times(self) -> StepTimes:
         """What the latency model says, as an engine would measure it."""
-        by_phase = [[bucket for bucket in self.config.buckets if bucket.phase is phase] for phase in Phase]
-        prefill = tuple((bucket.tokens, self._latency.plan_s(bucket)) for bucket in by_phase[Phase.PREFILL])
-        return StepTimes(prefill, self._latency.plan_s(by_phase[Phase.DECODE][0]), 0.0)
+        prefill, decode = self.config.of_phase(Phase.PREFILL), self.config.of_phase(Phase.DECODE)
+        times = tuple((bucket.tokens, self._latency.plan_s(bucket)) for bucket in prefill)
+        return StepTimes(times, self._latency.plan_s(decode[0]), 0.0)
 
     def bind(self, arena: ArenaSpec) -> None:
         """Nothing to allocate."""

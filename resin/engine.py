@@ -267,24 +267,28 @@ class Engine:
     @property
     def resolved(self) -> ResolvedConfig:
         """What the engine runs with. It is settled now, or with the first step: warm the runner up before."""
-        if self._resolved is None:
-            scheduler = self.scheduler
-            self._resolved = found = resolve(
-                self.parts,
-                scheduler.policy,
-                context_length=self.context_length,
-                max_plan_tokens=scheduler.max_plan_tokens,
-                arena=self.arena,
-                prefix_cache=scheduler.cache.prefixes.enabled,
-                overlap=self._wanted_overlap if self._binding.can_overlap else 0,
-            )
-            self._overlap, scheduler.streak_tokens = found.overlap, found.prefill_streak_tokens
-            scheduler.prefill_costs = prefill_costs(self.parts.config, self.parts.step_times())
-        return self._resolved
+        return self._resolved or self._settle()
+
+    def _settle(self) -> ResolvedConfig:
+        """Chooses what was left open, by what the runner has measured."""
+        scheduler, times = self.scheduler, self.parts.step_times()
+        self._resolved = found = resolve(
+            self.parts,
+            scheduler.policy,
+            context_length=self.context_length,
+            max_plan_tokens=scheduler.max_plan_tokens,
+            arena=self.arena,
+            prefix_cache=scheduler.cache.prefixes.enabled,
+            overlap=self._wanted_overlap if self._binding.can_overlap else 0,
+            times=times,
+        )
+        self._overlap, scheduler.streak_tokens = found.overlap, found.prefill_streak_tokens
+        scheduler.prefill_costs = prefill_costs(self.config, times)
+        return found
 
     def _plan(self) -> PlannedStep | None:
         if self._resolved is None:
-            _ = self.resolved
+            self._settle()
         started = time.perf_counter()
         while True:
             self._planning = True

@@ -65,13 +65,6 @@ class ResolvedConfig:
         )
 
 
-def bucket_sizes(config: RunnerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Padded tokens of the prefill buckets, and padded sequences of the decode buckets."""
-    prefill = {bucket.tokens for bucket in config.buckets if bucket.phase is Phase.PREFILL}
-    decode = {bucket.sequences for bucket in config.buckets if bucket.phase is Phase.DECODE}
-    return tuple(sorted(prefill)), tuple(sorted(decode))
-
-
 def pick_overlap(times: StepTimes | None) -> int:
     """2 where reading a step back takes longer than the step, which one plan ahead cannot hide; else 1."""
     return 2 if times is not None and times.read_back_s > times.decode_s else 1
@@ -80,7 +73,7 @@ def pick_overlap(times: StepTimes | None) -> int:
 def pick_streak(config: RunnerConfig, times: StepTimes | None, wait_s: float, max_plan_tokens: int) -> int:
     """Bucket tokens of prefill that take about `wait_s`: the largest bucket that does not take longer, or as many of
     the largest of all as fit, and at least the smallest bucket."""
-    sizes = bucket_sizes(config)[0]
+    sizes = config.bucket_sizes(Phase.PREFILL)
     if times is None or not sizes:
         return UNMEASURED_PLANS * max_plan_tokens
     fits = [(tokens, seconds) for tokens, seconds in times.prefill_s if seconds <= wait_s]
@@ -99,6 +92,7 @@ def resolve(
     arena: ArenaSpec,
     prefix_cache: bool,
     overlap: int | None,
+    times: StepTimes | None,
 ) -> ResolvedConfig:
     """Chooses what was left open, by what the runner has measured.
 
@@ -106,16 +100,16 @@ def resolve(
         parts, policy: of the engine.
         context_length, max_plan_tokens, arena, prefix_cache: settled already.
         overlap: None leaves it open.
+        times: what the runner has measured.
     """
-    config, times = parts.config, parts.step_times()
+    config = parts.config
     streak = policy.prefill_streak_tokens or pick_streak(config, times, policy.decode_wait_s, max_plan_tokens)
-    prefill, decode = bucket_sizes(config)
     return ResolvedConfig(
         max_sequences=config.max_sequences,
         context_length=context_length,
         max_plan_tokens=max_plan_tokens,
-        prefill_buckets=prefill,
-        decode_buckets=decode,
+        prefill_buckets=config.bucket_sizes(Phase.PREFILL),
+        decode_buckets=config.bucket_sizes(Phase.DECODE),
         num_pages=arena.num_pages,
         page_bytes=arena.page_bytes,
         prefix_cache=prefix_cache,

@@ -61,10 +61,9 @@ def overlapped(kit: ConformanceKit) -> Found:
 
 def buckets(kit: ConformanceKit) -> Found:
     """Every prefill and every decode bucket, each as the only one of its phase."""
-    table = kit.runner.config.buckets
-    prefill = [bucket for bucket in table if bucket.phase is Phase.PREFILL]
-    decode = [bucket for bucket in table if bucket.phase is Phase.DECODE]
-    if len(table) == 2:
+    config = kit.runner.config
+    prefill, decode = config.of_phase(Phase.PREFILL), config.of_phase(Phase.DECODE)
+    if len(config.buckets) == 2:
         return None, "one bucket a phase"
     rounds = max(len(prefill), len(decode))
     worst = Comparison(None, 0.0, 0)

@@ -10,6 +10,7 @@ import numpy as np
 from resin import (
     Bucket,
     Engine,
+    Phase,
     Request,
     RunnerConfig,
     SamplingParams,
@@ -127,5 +128,4 @@ def forced(token_ids: Sequence[int], vocab_size: int) -> Callable[[Sequence[int]
 
 def buckets_of(config: RunnerConfig, prefill: int, decode: int) -> tuple[Bucket, ...]:
     """A table of one prefill and one decode bucket, by their places in the full table."""
-    by_phase = [[bucket for bucket in config.buckets if bucket.phase == phase] for phase in (0, 1)]
-    return (by_phase[0][prefill], by_phase[1][decode])
+    return config.of_phase(Phase.PREFILL)[prefill], config.of_phase(Phase.DECODE)[decode]

@@ -53,6 +53,15 @@ class RunnerConfig:
         """Rows of token counts, without the scratch row after them."""
         return self.max_sequences if self.max_penalised is None else self.max_penalised
 
+    def of_phase(self, phase: Phase) -> list[Bucket]:
+        """The buckets of a phase, smallest first."""
+        return [bucket for bucket in self.buckets if bucket.phase is phase]
+
+    def bucket_sizes(self, phase: Phase) -> tuple[int, ...]:
+        """What tells the buckets of a phase apart, each once, rising: padded tokens of prefill, sequences of decode."""
+        is_prefill = phase is Phase.PREFILL
+        return tuple(sorted({bucket.tokens if is_prefill else bucket.sequences for bucket in self.of_phase(phase)}))
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:

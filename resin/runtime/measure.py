@@ -30,13 +30,13 @@ def measure_steps(
     """
     prefill: list[tuple[int, float]] = []
     if config.max_sequences > 1:  # else no row decodes while a prompt comes in
-        for bucket in _of_phase(config, Phase.PREFILL):
+        for bucket in config.of_phase(Phase.PREFILL):
             plan = empty_plan(config, bucket)
             first_s = _seconds(launch, plan)
             prefill.append((bucket.tokens, first_s if first_s > LONGEST_S else min(first_s, _seconds(launch, plan))))
             if prefill[-1][1] > LONGEST_S:
                 break
-    plan = empty_plan(config, _of_phase(config, Phase.DECODE)[0])
+    plan = empty_plan(config, config.of_phase(Phase.DECODE)[0])
     forward(plan)
     alone_s = min(_seconds(forward, plan) for _ in range(2))
     if alone_s > LONG_STEP_S:
@@ -52,10 +52,6 @@ def empty_plan(config: RunnerConfig, bucket: Bucket) -> BatchPlan:
     layout.view(buffer, "slots")[:] = config.max_sequences
     layout.view(buffer, "next_token")[:] = -1
     return build_plan(config, bucket, buffer, step=0)
-
-
-def _of_phase(config: RunnerConfig, phase: Phase) -> list[Bucket]:
-    return [bucket for bucket in config.buckets if bucket.phase is phase]
 
 
 def _seconds(run: Callable[[BatchPlan], Any], plan: BatchPlan, times: int = 1) -> float:

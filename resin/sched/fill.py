@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import itemgetter
 
 from resin.plan import Phase, RunnerConfig, StepTimes
 
@@ -15,7 +17,7 @@ def prefill_costs(config: RunnerConfig, times: StepTimes | None) -> list[tuple[i
 
     Buckets beyond the largest that was measured cost what its tokens do.
     """
-    sizes = sorted({bucket.tokens for bucket in config.buckets if bucket.phase is Phase.PREFILL})
+    sizes = config.bucket_sizes(Phase.PREFILL)
     if times is None or not times.prefill_s:
         return [(tokens, float(tokens + PLAN_TOKENS)) for tokens in sizes]
     measured = dict(times.prefill_s)
@@ -33,20 +35,18 @@ def fill_tokens(demand: int, costs: Sequence[tuple[int, float]]) -> int:
     Returns:
         The demand, or the size of the largest bucket that is full, whichever way to compute all of it costs less.
     """
-    if not costs or demand >= costs[-1][0]:
-        return min(demand, costs[-1][0]) if costs else demand
-    whole = next(index for index, (tokens, _) in enumerate(costs) if tokens >= demand)
-    if not whole:
+    if not costs:
         return demand
-    tokens, cost = costs[whole - 1]
-    return tokens if cost + _least_cost(demand - tokens, costs[:whole]) < costs[whole][1] else demand
+    return costs[-1][0] if demand >= costs[-1][0] else _cheapest(demand, costs)[0]
 
 
-def _least_cost(demand: int, costs: Sequence[tuple[int, float]]) -> float:
-    """Of plans for so many tokens, no more than the largest bucket: each is cut as `fill_tokens` does."""
-    spent = 0.0
-    while demand > 0:
-        taken = fill_tokens(demand, costs)
-        spent += next(cost for tokens, cost in costs if tokens >= taken)
-        demand -= taken
-    return spent
+def _cheapest(demand: int, costs: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Tokens of the first plan, and the cost of all plans, for no more tokens than the largest bucket has."""
+    place = bisect_left(costs, demand, key=itemgetter(0))
+    at_once = costs[place][1]
+    if not place:
+        return demand, at_once
+    tokens, cost = costs[place - 1]
+    plans, rest = divmod(demand, tokens)
+    cut = plans * cost + (_cheapest(rest, costs)[1] if rest else 0.0)
+    return (tokens, cut) if cut < at_once else (demand, at_once)

@@ -45,8 +45,7 @@ class Scheduler:
         self.prefill_costs = prefill_costs(config, None)  # measured ones are set by the Engine
         self.planner = Planner(config, self.table, cache.paged)
         self._step = 0
-        prefill = [bucket for bucket in config.buckets if bucket.phase is Phase.PREFILL]
-        decode = [bucket for bucket in config.buckets if bucket.phase is Phase.DECODE]
+        prefill, decode = config.of_phase(Phase.PREFILL), config.of_phase(Phase.DECODE)
         limit = max((bucket.tokens for bucket in prefill), default=config.max_plan_tokens)
         self.max_plan_tokens = min(limit, config.max_plan_tokens, policy.max_plan_tokens or limit)
         self._max_prefill_rows = max((bucket.sequences for bucket in prefill), default=config.max_sequences)
