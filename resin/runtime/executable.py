@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from resin.models.axes import Axes
 from resin.models.cache.paged import PagedCache
+from resin.models.declare import axes_of
 from resin.models.families import Model
 from resin.models.forward import Pass
 from resin.models.ops import pick_ops
@@ -22,7 +22,6 @@ from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
 from resin.plan import ArenaSpec, Bucket, PlanLayout, RowFlag, RunnerConfig, plan_layout
 from resin.plan.layout import HEADER
-from resin.plan.mapping import FrozenMapping
 from resin.runtime.logprobs import Logprobs, no_logprobs, token_logprobs
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
@@ -188,7 +187,7 @@ def run_step(
         kernels=kernels,
         is_fresh=kind is ProgramKind.FRESH,
     )
-    run = Pass(tokens_in, cache, pick_ops(kernels), Axes(FrozenMapping(spec.mesh.shape)))
+    run = Pass(tokens_in, cache, pick_ops(kernels), axes_of(spec.mesh))
     model = spec.model.merge(weights)
     hidden = model(run)
     logits = model.logits(run, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))

@@ -69,14 +69,12 @@ class Programs:
         """Which of its bucket's programs runs a plan."""
         return plan_kind(plan, self.kinds[plan.bucket])
 
-    def step(self, plan: BatchPlan, arena: ArenaSpec) -> jax.stages.Compiled:
-        """The program that runs a plan, compiled now if it does not exist."""
-        bucket = plan.bucket
-        key = bucket, self.kind(plan)
-        program = self.compiled.get(key)
+    def step(self, bucket: Bucket, kind: ProgramKind, arena: ArenaSpec) -> jax.stages.Compiled:
+        """One of a bucket's programs, compiled now if it does not exist."""
+        program = self.compiled.get((bucket, kind))
         if program is None:
             started = time.perf_counter()
-            program = self.compiled[key] = self._make(bucket, arena, key[1])
+            program = self.compiled[bucket, kind] = self._make(bucket, arena, kind)
             self.seconds += time.perf_counter() - started
         return program
 

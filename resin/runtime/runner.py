@@ -23,11 +23,13 @@ from resin.plan import (
     RunnerConfig,
     StepTimes,
 )
+from resin.plan.layout import HEADER
 from resin.runtime.arena import DeviceState, allocate
 from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
 from resin.runtime.measure import measure_steps
 from resin.runtime.program_cache import ProgramCache
+from resin.runtime.program_kind import ProgramKind
 from resin.runtime.programs import Programs
 from resin.runtime.slots import abstract_slots, load_arguments
 from resin.runtime.special import MASK_ROWS, mask_blocks
@@ -268,7 +270,7 @@ class ModelRunner:
         """
         if plan.bucket not in self.config.buckets:
             raise PlanRejected(f"bucket {plan.bucket} is not in the table")
-        masked = len(plan.masked_rows) if plan.buffer[2] & _MASK else 0
+        masked = len(plan.masked_rows) if plan.buffer[HEADER.any_flags] & _MASK else 0
         expected = (masked, self._mask_words) if masked else None
         shape = None if plan.allowed_masks is None else plan.allowed_masks.shape
         if shape != expected:
@@ -287,17 +289,17 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
-        program, state = self.executable(plan), self._state
+        kind, state = self._programs.kind(plan), self._state
+        program = self._program(plan, kind)
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
                 state.slots = self._programs.load_slot()(state.slots, *arguments)
-        masks = self._mask_blocks(plan)
+        masks = self._mask_blocks(plan, mask_blocks(kind.special_counts(plan.bucket)[-1]))
         state.arena, state.slots, output = program(self._weights, state.arena, state.slots, plan.buffer, masks)
         return output
 
-    def _mask_blocks(self, plan: BatchPlan) -> tuple[Any, ...]:
+    def _mask_blocks(self, plan: BatchPlan, blocks: int) -> tuple[Any, ...]:
         """The plan's masks in as many blocks as its program takes."""
-        blocks = mask_blocks(self._programs.kind(plan).special_counts(plan.bucket)[-1])
         masks: list[Any] = []
         if plan.allowed_masks is not None:
             for start in range(0, len(plan.allowed_masks), MASK_ROWS):
@@ -307,7 +309,10 @@ class ModelRunner:
 
     def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
         """The program that runs a plan: also for its text and its memory analysis."""
-        program = self._programs.step(plan, self._bound_arena())
+        return self._program(plan, self._programs.kind(plan))
+
+    def _program(self, plan: BatchPlan, kind: ProgramKind) -> jax.stages.Compiled:
+        program = self._programs.step(plan.bucket, kind, self._bound_arena())
         self._allocate()
         return program
 

@@ -13,7 +13,6 @@ from jax import lax
 
 from resin.pallas_kernels.draw import Draw
 from resin.pallas_kernels.table import Kernels
-from resin.plan import RowFlag
 from resin.plan.flags import SPECIAL
 from resin.runtime.logprobs import Logprobs, no_logprobs
 from resin.runtime.slots import SlotTable
@@ -76,8 +75,3 @@ def draw_tokens(logits: jax.Array, columns: Columns, kernels: Kernels) -> jax.Ar
     return kernels.sample_tokens(
         logits, Draw(positions=positions, **{name: columns[name] for name in Draw._fields if name != "positions"})
     )
-
-
-def has(columns: Columns, flag: RowFlag) -> jax.Array:
-    """bool [B], rows with the flag."""
-    return (columns["row_flags"] & flag) != 0
