@@ -10,6 +10,7 @@ from flax import nnx
 
 from resin.models.assemblies import OnePlus
 from resin.models.declare import Init, Placement, declare
+from resin.pallas_kernels.norms import normalise
 
 
 class NormOrder(enum.Enum):
@@ -54,9 +55,5 @@ class RMSNorm(nnx.Module):
         self.order = order
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        if self.order is NormOrder.CAST_THEN_SCALE:
-            return wide.astype(x.dtype) * weight
-        return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+        weight = self.weight[...]
+        return normalise(x, weight.astype(jnp.float32) if self.order is NormOrder.SCALE_THEN_CAST else weight, self.eps)
