@@ -54,31 +54,21 @@ def paged_decode_attention_ref(
         first = jnp.maximum(first_position, seq_lens - live + 1 - window)
 
     def attend_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, out = carry
         columns = page_indptr[:-1, None] + index * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
         pages = page_ids.at[jnp.minimum(columns, page_indptr[1:, None] - 1)].get(mode="clip")
         keys, values = (
             gather_pages(arena, pages, row, kv_heads, page_entries, width, fp8_scale) for row in (key_row, value_row)
         )
         scores = jnp.einsum("bkqgd,bknd->bkqgn", queries, keys, precision=lax.Precision.HIGHEST)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
         block_positions = index * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
         positions = first_position[:, None] + block_positions[None, :]
         seen = positions[:, None, :] <= standing[:, :, None]
         if window is not None:
             seen &= positions[:, None, :] > standing[:, :, None] - window
-        scores = jnp.where(seen[:, None, :, None], scores, MASKED)
-        new_top = jnp.maximum(top, scores.max(-1))
-        # A row that has seen nothing yet gets weights of 1, which the first key that it sees scales to zero.
-        weights = jnp.exp(scores - new_top[..., None])
-        keep = jnp.exp(top - new_top)
-        total = total * keep + weights.sum(-1)
         # A page past the row's end is some other page: its weights are zero, but 0 * NaN would not be.
         held = (positions >= first[:, None]) & (positions < seq_lens[:, None])
         values = jnp.where(held[:, None, :, None], values, 0.0)
-        block = jnp.einsum("bkqgn,bknd->bkqgd", weights, values, precision=lax.Precision.HIGHEST)
-        return new_top, total, out * keep[..., None] + block
+        return _add_block(carry, scores, seen[:, None, :, None], values, "bkqgn,bknd->bkqgd", softcap)
 
     top = jnp.full((sequences, kv_heads, count, group), MASKED, jnp.float32)
     carry = (top, jnp.zeros_like(top), jnp.zeros((*top.shape, width), jnp.float32))
@@ -136,7 +126,6 @@ def paged_prefill_attention_ref(
         end = jnp.minimum(begin + tile, seq_lens[sequence])
 
         def attend_block(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top, total, acc = carry
             columns = row_first + block * block_pages + jnp.arange(block_pages, dtype=jnp.int32)
             pages = page_ids.at[jnp.minimum(columns, row_end - 1)].get(mode="clip")[None]
             keys, values = (
@@ -144,22 +133,15 @@ def paged_prefill_attention_ref(
                 for row in (key_row, value_row)
             )
             scores = jnp.einsum("kgtd,knd->kgtn", queries, keys, precision=lax.Precision.HIGHEST)
-            if softcap is not None:
-                scores = softcap * jnp.tanh(scores / softcap)
             positions = origin + block * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
             seen = (positions[None, :] <= at[:, None]) & (positions[None, :] < end)
             if window is not None:
                 seen &= positions[None, :] > at[:, None] - window
-            # The barrier keeps the comparisons from being made again for every head. A row that has seen nothing yet
-            # gets weights of 1, which the first key that it sees scales to zero.
-            scores = jnp.where(lax.optimization_barrier(seen)[None, None], scores, MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.exp(scores - new_top[..., None])
-            keep = jnp.exp(top - new_top)
+            # The barrier keeps the comparisons from being made again for every head.
+            seen = lax.optimization_barrier(seen)[None, None]
             # Pages past the end are some other page: their weights are zero, but 0 * NaN would not be.
             values = jnp.where((positions < end)[None, :, None], values, 0.0)
-            acc = acc * keep[..., None] + jnp.einsum("kgtn,knd->kgtd", weights, values, precision=lax.Precision.HIGHEST)
-            return new_top, total * keep + weights.sum(-1), acc
+            return _add_block(carry, scores, seen, values, "kgtn,knd->kgtd", softcap)
 
         lowest = jnp.maximum(begin - window + 1, origin) if window is not None else origin
         top = jnp.full((kv_heads, group, tile), MASKED, jnp.float32)
@@ -208,6 +190,36 @@ def gather_pages(
     elif slabs.dtype == jnp.uint16:
         slabs = lax.bitcast_convert_type(slabs, jnp.bfloat16)
     return slabs.reshape(sequences, kv_heads, count * page_entries, width).astype(jnp.float32)
+
+
+def _add_block(
+    sums: tuple[jax.Array, ...],
+    scores: jax.Array,
+    seen: jax.Array,
+    values: jax.Array,
+    weigh: str,
+    softcap: float | None,
+) -> tuple[jax.Array, ...]:
+    """Adds one block of keys to the online softmax.
+
+    Args:
+        sums: float32 `top` and `total` `[...]` and `out` `[..., D]`, as `_finish` takes them.
+        scores: float32 `[..., N]` of the block's keys.
+        seen: bool, broadcasts to scores.
+        values: float32, of the block's keys.
+        weigh: einsum of weights and values.
+        softcap: as of the call.
+    """
+    top, total, out = sums
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    # A row that has seen nothing yet gets weights of 1, which the first key that it sees scales to zero.
+    weights = jnp.exp(scores - new_top[..., None])
+    keep = jnp.exp(top - new_top)
+    block = jnp.einsum(weigh, weights, values, precision=lax.Precision.HIGHEST)
+    return new_top, total * keep + weights.sum(-1), out * keep[..., None] + block
 
 
 def _finish(top: jax.Array, total: jax.Array, out: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
