@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from resin.models.ops.protocol import Routed
 from resin.models.registry import open_checkpoint
 from resin.models.routers import Router
 from resin.models.weights import Progress
+from resin.plan.cache import FP8_DTYPE
 from resin.runtime import ModelRunner, RunnerOptions
 from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.executable import StepSpec
@@ -79,6 +81,25 @@ class ModelChoice:
                 "model", self.model, "a name, path or hub id, or --shape or --checkpoint beside a class"
             )
         return open_checkpoint(source)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declares what a ModelChoice and the dtypes of its runner are made of; `check_model_arguments` after parsing."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", help="registered name, path, hub id, or package.module:Name")
+    group.add_argument("--shape", choices=sorted(SHAPES), help="config of a published model, without its files")
+    weights = group.add_mutually_exclusive_group()
+    weights.add_argument("--dummy", action="store_true", help="random weights, made on the device")
+    weights.add_argument("--checkpoint", help="weights of --model")
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
+    group.add_argument("--kv-dtype", choices=(FP8_DTYPE,), help="keep keys and values in 8 bits")
+    return group
+
+
+def check_model_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program with a message unless the arguments name a model."""
+    if not (args.model or args.shape or args.checkpoint):
+        parser.error("one of --model, --shape and --checkpoint is needed")
 
 
 @dataclass(frozen=True, slots=True)

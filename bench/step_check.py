@@ -9,7 +9,6 @@ may attend by other kernels, must choose among the most likely of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,9 +102,7 @@ def _exact_and_plain(
     is_wide = all(each.dtype == jnp.float32 for each, cast in zip(weights, is_float, strict=True) if cast)
     rounded = forward(weights, "highest" if is_wide else "default")
     top, ids_of_top = lax.top_k(rounded, min(MAX_TOP_LOGPROBS, rounded.shape[-1]))
-    apart = jnp.abs(top - jnp.take_along_axis(exact, ids_of_top, axis=1)).max(axis=1)
-    trailing = exact.max(axis=1) - jnp.take_along_axis(exact, ids_of_top[:, :1], axis=1)[:, 0]
-    plain = jnp.maximum(apart, trailing) / jnp.maximum(exact.std(axis=1), 1e-6)
+    plain = differences(top, ids_of_top, ids_of_top[:, 0], exact)
     return lax.dynamic_slice_in_dim(exact, first, OUTPUT_TOKENS), plain
 
 
@@ -133,12 +130,13 @@ def check_tokens(case: Case, runner: ModelRunner, plain: PlainForward, num_pages
     lengths = [max(1, length * (kinds - kind) // kinds) for kind in range(kinds)]
     prompts = random_prompts(case, runner.config.vocab_size, lengths, seed=1)
     known: dict[tuple[int, ...], Known] = {}
-    apart: list[list[float]] = []
+    apart: list[np.ndarray] = []
     for request, rows in run_requests(case, runner, prompts, outputs, num_pages).items():
         key = (request.id % kinds, *request.output_ids)
         if key not in known:
             known[key] = plain.look_up(prompts[key[0]], request.output_ids)
-        apart.append([difference(*pair) for pair in zip(rows, known[key].exact, strict=True)])
+        assert len(rows) == len(known[key].exact)
+        apart.append(np.asarray(differences(*_columns(rows), known[key].exact)))
     medians, others = np.median(apart, axis=1), np.quantile(apart, SHARES[1:])
     everywhere = np.concatenate([each.plain for each in known.values()])
     found = TokenCheck(np.array([medians.max(), *others]), np.quantile(everywhere, SHARES))
@@ -182,13 +180,31 @@ def run_requests(
     return reported
 
 
-def difference(row: TokenRow, expected: np.ndarray) -> float:
-    """How far a reported token is from float32 [V] expected logprobs, in standard deviations of these; inf for NaN."""
-    assert row.top_ids is not None and row.top_logprobs is not None
-    apart = np.abs(row.top_logprobs[0] - expected[row.top_ids[0]])
-    trailing = expected.max() - expected[row.token_ids[0]]
-    worst = float(np.append(apart, trailing).max() / max(expected.std(), 1e-6))
-    return worst if np.isfinite(worst) else math.inf
+def _columns(rows: Sequence[TokenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What was reported of one token each: logprobs and ids [N, k] of the most likely, and the tokens [N]."""
+    tops = [row.top_logprobs[0] for row in rows if row.top_logprobs is not None]
+    ids = [row.top_ids[0] for row in rows if row.top_ids is not None]
+    assert len(tops) == len(ids) == len(rows)
+    return np.stack(tops), np.stack(ids), np.stack([row.token_ids[0] for row in rows])
+
+
+Array = jax.Array | np.ndarray
+
+
+def differences(top: Array, top_ids: Array, chosen: Array, expected: Array) -> jax.Array:
+    """How far tokens are from the distributions that are expected, in standard deviations of these.
+
+    Args:
+        top, top_ids: [N, k] logprobs of the most likely tokens, and their ids.
+        chosen: int [N], the tokens.
+        expected: float32 [N, V] logprobs.
+
+    Returns:
+        float32 [N]: the largest difference of a logprob, or how far the token trails the best one; NaN if one is none.
+    """
+    apart = jnp.abs(top - jnp.take_along_axis(expected, top_ids, axis=1)).max(axis=1)
+    trailing = expected.max(axis=1) - jnp.take_along_axis(expected, chosen[:, None], axis=1)[:, 0]
+    return jnp.maximum(apart, trailing) / jnp.maximum(expected.std(axis=1), 1e-6)
 
 
 def check_repeatable(case: Case, runner: ModelRunner, plan: BatchPlan) -> None:

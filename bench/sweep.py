@@ -23,11 +23,10 @@ from bench.arguments import output_file, positive_float, positive_int, sizes
 from bench.cases import Case, resident_plan
 from bench.driven import Driven, drive, slack_tokens
 from bench.kernel_count import count_kernels
-from bench.model_setup import ModelChoice, Setup, build_setup
+from bench.model_setup import ModelChoice, Setup, add_model_arguments, build_setup, check_model_arguments
 from bench.provenance import describe_run
 from bench.resident import ResidentCase, fill_with_noise, time_rounds, trace
 from bench.roofline import CeilingProbe, Ceilings, Work, WorkCounter
-from bench.shapes import SHAPES
 from bench.step_check import PlainForward, check_repeatable, check_tokens
 from resin import InvalidRequest, Phase, SamplingParams
 from resin.plan.cache import FP8_DTYPE, fp8_scales
@@ -43,17 +42,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", help="registered name, path, hub id, or package.module:Name")
-    model.add_argument("--shape", choices=sorted(SHAPES), help="config of a published model, without its files")
-    weights = model.add_mutually_exclusive_group()
-    weights.add_argument("--dummy", action="store_true", help="random weights, made on the device")
-    weights.add_argument("--checkpoint", help="weights of --model")
+    model = add_model_arguments(parser)
     model.add_argument("--balanced-experts", action="store_true", help="tokens take experts in turn")
     model.add_argument("--kernels", choices=KERNELS, help="default: triton on GPU, reference on CPU")
     model.add_argument("--paged-prefill", action="store_true", help="fresh prompts take the paged kernel, not cuDNN")
-    model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
-    model.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
     cases = parser.add_argument_group("cases")
     cases.add_argument("--context-lengths", type=sizes, default=(1024,), help="tokens a sequence, comma-separated")
     cases.add_argument("--batch-sizes", type=sizes, default=(1, 8, 32, 128), help="sequences, comma-separated")
@@ -78,8 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     output.add_argument("--plot", action="store_true", help="charts beside --output")
     output.add_argument("--commit", help="what the rows call the code; default: the checkout's commit")
     args = parser.parse_args(argv)
-    if not (args.model or args.shape or args.checkpoint):
-        parser.error("one of --model, --shape and --checkpoint is needed")
+    check_model_arguments(parser, args)
     if args.plot and args.output is None:
         parser.error("--plot draws what --output holds")
     if args.plot:

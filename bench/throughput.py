@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from bench.arguments import input_file, output_file, positive_float, positive_int
-from bench.model_setup import ModelChoice
+from bench.model_setup import ModelChoice, add_model_arguments, check_model_arguments
 from bench.provenance import describe_run
 from bench.results import newest_rows, read_results
 from bench.serve import Job, Outcome, build_jobs, print_report, summarise
-from bench.shapes import SHAPES
 from bench.traces import TraceRequest, load_trace
 from resin import (
     BatchPlan,
@@ -209,14 +208,7 @@ def print_buckets(report: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a trace through an engine; 1 if a request failed."""
     parser = argparse.ArgumentParser(prog="python -m bench throughput", description=__doc__.splitlines()[0])
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", help="registered name, path, hub id, or package.module:Name")
-    model.add_argument("--shape", choices=sorted(SHAPES), help="config of a published model, without its files")
-    weights = model.add_mutually_exclusive_group()
-    weights.add_argument("--dummy", action="store_true", help="random weights, made on the device")
-    weights.add_argument("--checkpoint", help="weights of --model")
-    model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPU, float32 on CPU")
-    model.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keep keys and values in 8 bits")
+    add_model_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--trace",
@@ -241,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.add_argument("--output", type=output_file, help="JSON lines to append the report to")
     output.add_argument("--commit", help="what the report calls the code; default: the checkout's commit")
     args = parser.parse_args(argv)
-    if not (args.model or args.shape or args.checkpoint):
-        parser.error("one of --model, --shape and --checkpoint is needed")
+    check_model_arguments(parser, args)
     trace = cut_lengths(load_trace(args.trace)[: args.limit], args.max_prompt_tokens)
     choice = ModelChoice(args.model, args.shape, args.checkpoint, args.dummy)
     checkpoint = choice.open()
