@@ -25,7 +25,7 @@ class PagePool:
         # A step touches a few pages, one by one; a request that comes or goes hundreds, as arrays of the same memory.
         self._counts = np.zeros(num_pages, np.int32)
         self._marks = np.zeros(num_pages, np.uint8)
-        self._readers, self._published = memoryview(self._counts), memoryview(self._marks)
+        self._readers, self._published = self._counts.data, self._marks.data
         self._cached = 0
 
     @property
