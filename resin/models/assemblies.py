@@ -106,12 +106,14 @@ class Joined:
 class JoinedHeads:
     """q, k and v, `[heads * width, in]` each, in one `[in, kv_heads, q_per_kv + 2, width]`, or so without `in`.
 
-    Each KV head has its queries beside it, then its key, then its value.
+    Each KV head has its queries beside it, then its key, then its value. `lanes` puts the numbers of queries and keys
+    in another order, as `Rope.lanes` says.
     """
 
     kv_heads: int
     q_per_kv: int
     width: int
+    lanes: tuple[int, ...] | None = None
 
     def source_shapes(self, shape: Shape) -> tuple[Shape, ...]:
         *inner, _, _, _ = shape
@@ -125,8 +127,32 @@ class JoinedHeads:
                 is_query = member < self.q_per_kv
                 head = group * self.q_per_kv + member if is_query else group
                 tensor = tensors[0] if is_query else tensors[1 + member - self.q_per_kv]
-                start = head * self.width
-                out[..., place, seat, :] = tensor[slice(start + lanes.start, start + lanes.stop), *inner].T
+                order = self.lanes if member <= self.q_per_kv else None
+                out[..., place, seat, :] = _head(tensor, head * self.width, lanes, inner, order).T
+
+
+def _head(
+    tensor: Tensor, start: int, lanes: slice, inner: Sequence[slice], order: tuple[int, ...] | None
+) -> np.ndarray:
+    """A window of the rows of one head, which begins at `start`."""
+    if order is None:
+        return tensor[slice(start + lanes.start, start + lanes.stop), *inner]
+    wanted = np.array(order[lanes])
+    least = int(wanted.min())
+    return tensor[slice(start + least, start + int(wanted.max()) + 1), *inner][wanted - least]
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """Entry `order[i]` of a vector on disk in place i of the model's."""
+
+    order: tuple[int, ...]
+
+    def source_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        return (shape,)
+
+    def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
+        out[...] = _head(tensors[0], 0, window[0], (), self.order)
 
 
 @dataclass(frozen=True, slots=True)

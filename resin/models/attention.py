@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         self.entries = entries
         self.how = how
         self.rope = rope
-        joined = JoinedHeads(kv_heads, heads // kv_heads, width)
+        joined = JoinedHeads(kv_heads, heads // kv_heads, width, rope.lanes)
         shape = kv_heads, heads // kv_heads + 2, width
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = Linear(
@@ -82,7 +82,9 @@ class Attention(nnx.Module):
         self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if output_bias else None
         self.sinks = declare((heads,), placement, f"{name}.sinks", axes=(Axis.HEADS,), init=BIAS) if sinks else None
         self.q_norm, self.k_norm = (
-            RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus) if qk_norm_eps is not None else None
+            RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus, lanes=rope.lanes)
+            if qk_norm_eps is not None
+            else None
             for part in (q_norm, k_norm)
         )
 

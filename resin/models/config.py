@@ -90,7 +90,15 @@ def eos_ids_of(given: ConfigReader) -> tuple[int, ...]:
     return () if value is None else (value,)
 
 
-def rope_of(config: Mapping[str, Any], width: int, label: str | None = None, *, theta: float = 10000.0) -> Rope:
+def rope_of(
+    config: Mapping[str, Any],
+    width: int,
+    label: str | None = None,
+    *,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> Rope:
     """The rotation that a config describes, read as transformers 5 does.
 
     `rope_scaling` (its kind under `rope_type` or `type`) wins over `rope_parameters`, which is one object, or one a
@@ -103,6 +111,7 @@ def rope_of(config: Mapping[str, Any], width: int, label: str | None = None, *, 
         width: head size that the rotation acts on.
         label: which of several rotations.
         theta: what an absent `rope_theta` means.
+        partial, interleaved: as `Rope.from_parameters` takes them.
 
     Raises:
         InvalidRequest: the scaling is of an unknown kind, or lacks a field, or has one that its kind does not know.
@@ -125,7 +134,8 @@ def rope_of(config: Mapping[str, Any], width: int, label: str | None = None, *, 
         values["original_max_position_embeddings"] = beside
     longest = given.integer("max_position_embeddings", default=None)
     values.setdefault("original_max_position_embeddings", longest)
-    return Rope.from_parameters(ConfigReader(values, path=f"{name}."), width)
+    reader = ConfigReader(values, path=f"{name}.")
+    return Rope.from_parameters(reader, width, partial=partial, interleaved=interleaved)
 
 
 def layer_types_of(config: Mapping[str, Any], known: tuple[str, ...]) -> tuple[str, ...]:
@@ -202,7 +212,12 @@ class DecoderConfig:
                 "num_key_value_heads", values["kv_heads"], f"a divisor of num_attention_heads={values['heads']}"
             )
         if "rope" not in own:
-            values["rope"] = rope_of(given, values["head_dim"], theta=defaults.get("rope_theta", 10000.0))
+            values["rope"] = rope_of(
+                given,
+                values["head_dim"],
+                theta=defaults.get("rope_theta", 10000.0),
+                partial=defaults.get("partial_rotary_factor"),
+            )
         return cls(**values)
 
 

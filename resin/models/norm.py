@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from resin.models.assemblies import OnePlus
+from resin.models.assemblies import OnePlus, Reordered
 from resin.models.declare import Init, Placement, declare
 from resin.pallas_kernels.norms import normalise
 
@@ -32,6 +32,7 @@ class RMSNorm(nnx.Module):
         eps: added to the mean square.
         order: where the weight meets the cast.
         one_plus: the checkpoint stores the weight less one, as Gemma's do; the sum is kept in float32.
+        lanes: order of the checkpoint's numbers in the model's weight, as `Rope.lanes`; None for their own.
     """
 
     def __init__(
@@ -42,12 +43,15 @@ class RMSNorm(nnx.Module):
         eps: float,
         order: NormOrder = NormOrder.CAST_THEN_SCALE,
         one_plus: bool = False,
+        lanes: tuple[int, ...] | None = None,
     ) -> None:
+        assert not one_plus or lanes is None, "no model has both"
+        order_on_disk = Reordered(lanes) if lanes is not None else None
         self.weight = declare(
             (width,),
             placement,
             f"{name}.weight",
-            assembly=OnePlus() if one_plus else None,
+            assembly=OnePlus() if one_plus else order_on_disk,
             init=Init(std=0.0, mean=1.0, stored_mean=0.0) if one_plus else None,
             dtype="float32" if one_plus else None,
         )

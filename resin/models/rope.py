@@ -1,6 +1,8 @@
 """Rotary position embedding: frequencies with every scaling that published models use, and the rotation itself.
 
-Half-split pairs: dimension i turns with dimension i + D/2, by the angle position * f_i.
+Half-split pairs: dimension i turns with dimension i + D/2, by the angle position * f_i. Models that turn a part of each
+head, or neighbouring dimensions, do so too: the lanes of queries and keys are put in another order where weights are
+loaded, which no score can tell, and pairs that stand still have the frequency 0.
 """
 
 from __future__ import annotations
@@ -20,14 +22,35 @@ from resin.plan import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One rotation: a frequency for each pair of dimensions, and a factor on cos and sin (1 but for YaRN)."""
+    """One rotation.
+
+    Attributes:
+        frequencies: of each pair of dimensions; 0 for one that stands still.
+        factor: on cos and sin of pairs that turn (1 but for YaRN).
+        lanes: which dimension of the checkpoint's heads each of the model's is; None where they are the same.
+    """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
+    lanes: tuple[int, ...] | None = None
 
     @staticmethod
-    def from_parameters(parameters: Mapping[str, Any], width: int) -> Rope:
+    def still(width: int) -> Rope:
+        """Of layers without positions."""
+        return Rope((0.0,) * (width // 2))
+
+    @staticmethod
+    def from_parameters(
+        parameters: Mapping[str, Any], width: int, *, partial: float | None = None, interleaved: bool = False
+    ) -> Rope:
         """Builds a rotation from `rope_parameters` (`rope_theta`, `rope_type` or `type`, and the kind's own fields).
+
+        Args:
+            parameters: as the config has them.
+            width: head size.
+            partial: what an absent `partial_rotary_factor` means, of a family that turns the first dimensions of a
+                head; None for one that turns them all.
+            interleaved: whether neighbouring dimensions turn together, not those that are half of them apart.
 
         Raises:
             InvalidRequest: unknown kind, a field that the kind needs is absent, or one that it does not know.
@@ -36,14 +59,36 @@ class Rope:
         if width < 2 or width % 2:
             raise InvalidRequest("head_dim", width, "an even number: a rotation turns pairs")
         kind = given.choice("rope_type", "type", allowed=_KINDS, default="default")
-        rope = _KINDS[kind](given, width)
+        turning = width
+        if partial is not None and kind != "proportional":
+            share = given.number("partial_rotary_factor", default=partial, above=0, high=1)
+            turning = int(width * share)
+            if turning < 2 or turning % 2:
+                given.refuse("partial_rotary_factor", share, f"a share of head_dim={width} that is an even number")
+        elif kind != "proportional":
+            given.only("partial_rotary_factor", 1)
+        rope = _KINDS[kind](given, turning).within(width, interleaved)
         given.refuse_unread(f"rope_type={kind!r}", ("original_max_position_embeddings", "finetuned"))
         return rope
 
+    def within(self, width: int, interleaved: bool) -> Rope:
+        """The same turn of the first dimensions of heads that are `width` wide; their pairs may be neighbours."""
+        half, turning = width // 2, 2 * len(self.frequencies)
+        if turning == width and not interleaved:
+            return self
+        pairs = np.arange(turning).reshape((-1, 2) if interleaved else (2, -1))
+        firsts, seconds = (pairs[:, 0], pairs[:, 1]) if interleaved else pairs
+        still = range(turning, width)
+        rest = half - turning // 2
+        lanes = (*firsts.tolist(), *still[:rest], *seconds.tolist(), *still[rest:])
+        return Rope(self.frequencies + (0.0,) * rest, self.factor, lanes)
+
     def rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 `[T, D/2]`."""
-        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(self.frequencies, jnp.float32)[None, :]
-        return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
+        frequencies = np.array(self.frequencies)
+        factors = jnp.asarray(np.where(frequencies == 0, 1.0, self.factor), jnp.float32)[None, :]
+        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
+        return jnp.cos(angles) * factors, jnp.sin(angles) * factors
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -57,22 +102,16 @@ def _plain(given: ConfigReader, width: int) -> np.ndarray:
     return given.number("rope_theta", above=1, high=1e12) ** -(np.arange(0, width, 2, dtype=np.float64) / width)
 
 
-def _whole(given: ConfigReader, width: int) -> np.ndarray:
-    """Plain frequencies of a rotation that turns every pair."""
-    given.only("partial_rotary_factor", 1)
-    return _plain(given, width)
-
-
 def _default(given: ConfigReader, width: int) -> Rope:
-    return Rope(tuple(_whole(given, width).tolist()))
+    return Rope(tuple(_plain(given, width).tolist()))
 
 
 def _linear(given: ConfigReader, width: int) -> Rope:
-    return Rope(tuple((_whole(given, width) / given.number("factor", low=1, high=1e6)).tolist()))
+    return Rope(tuple((_plain(given, width) / given.number("factor", low=1, high=1e6)).tolist()))
 
 
 def _llama3(given: ConfigReader, width: int) -> Rope:
-    plain = _whole(given, width)
+    plain = _plain(given, width)
     factor, original = given.number("factor", low=1, high=1e6), given.integer("original_max_position_embeddings")
     low = given.number("low_freq_factor", above=0, high=1e6)
     high = given.number("high_freq_factor", above=low, high=1e6)
@@ -83,7 +122,7 @@ def _llama3(given: ConfigReader, width: int) -> Rope:
 
 
 def _yarn(given: ConfigReader, width: int) -> Rope:
-    plain = _whole(given, width)
+    plain = _plain(given, width)
     factor, original = given.number("factor", low=1, high=1e6), given.integer("original_max_position_embeddings")
     theta = given.number("rope_theta", above=1, high=1e12)
 

@@ -68,6 +68,45 @@ def test_yarn_interpolates_between_its_edges() -> None:
     assert Rope.from_parameters({**YARN, "factor": 32.0}, 32).factor == pytest.approx(1.34657, abs=1e-5)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
+def test_a_rotation_of_some_lanes_is_one_of_halves_with_the_lanes_in_another_order(
+    share: float, interleaved: bool
+) -> None:
+    width, turning = 16, int(16 * share)
+    parameters = {"rope_theta": 100.0, "partial_rotary_factor": share}
+    rope = Rope.from_parameters(parameters, width, partial=1.0, interleaved=interleaved)
+    x = np.random.default_rng(0).standard_normal((5, 3, width)).astype(np.float32)
+    positions = np.array([0, 1, 5, 9, 300])
+    expected = x.copy()
+    for pair in range(turning // 2):
+        places = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + turning // 2)
+        turn = np.exp(1j * positions * 100.0 ** (-2 * pair / turning))[:, None]
+        turned = (x[..., places[0]] + 1j * x[..., places[1]]) * turn
+        expected[..., places[0]], expected[..., places[1]] = turned.real, turned.imag
+    lanes = list(range(width)) if rope.lanes is None else list(rope.lanes)
+    assert sorted(lanes) == list(range(width)) and (rope.lanes is None) == (share == 1 and not interleaved)
+    out = rotate(jnp.asarray(x[..., lanes]), rope.rotation(jnp.asarray(positions, jnp.int32)))
+    np.testing.assert_allclose(np.asarray(out), expected[..., lanes], atol=1e-4)
+
+
+def test_lanes_that_stand_still_are_left_as_they_are() -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 8)), jnp.float32)
+    positions = jnp.array([0, 3, 77, 100_000])
+    np.testing.assert_array_equal(rotate(x, Rope.still(8).rotation(positions)), x)
+    yarn = Rope.from_parameters({**YARN, "partial_rotary_factor": 0.5}, 8, partial=1.0)
+    assert yarn.factor > 1
+    rotated = rotate(x, yarn.rotation(positions))
+    still = [place for place, frequency in enumerate(yarn.frequencies * 2) if frequency == 0]
+    np.testing.assert_array_equal(rotated[..., still], x[..., still])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0, 1.5])
+def test_a_share_that_is_no_whole_pair_is_refused(share: float) -> None:
+    with pytest.raises(InvalidRequest, match="partial_rotary_factor"):
+        Rope.from_parameters({"rope_theta": 1e4, "partial_rotary_factor": share}, 16, partial=0.5)
+
+
 def test_proportional_leaves_the_last_pairs_alone() -> None:
     rope = Rope.from_parameters({"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}, 16)
     assert rope.frequencies[4:] == (0.0,) * 4
