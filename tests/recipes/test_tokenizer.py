@@ -16,7 +16,7 @@ from resin.models.registry import MODELS
 from resin.recipes.pretokenizers import PRE_TOKENIZERS
 from resin.recipes.tokenizer import ChatTokenizer, load_tokenizer
 from resin.recipes.tokenizer_gguf import build_gguf_tokenizer
-from tests.models.loading.gguf_files import make_llama
+from tests.models.loading.gguf_makers import make_llama
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_prompts.json").read_text(encoding="utf-8"))
 UNICODE_IDS = json.loads((Path(__file__).parents[1] / "data" / "smollm2_unicode_ids.json").read_text(encoding="utf-8"))

@@ -1,17 +1,15 @@
 """GGUF metadata -> the settings that a Hugging Face `config.json` of the same model holds."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from resin.models.config_reader import ConfigReader
 from resin.models.loading.checkpoint import CheckpointError
+from resin.models.loading.gguf_architectures import ARCHITECTURES, Config
 from resin.models.loading.gguf_header import GgufHeader
-from resin.plan.errors import shorten
-
-Config = dict[str, Any]
+from resin.models.loading.gguf_metadata import Metadata
 
 # What these settings of any architecture must be, where a file has them: with other values the model is another one.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -48,39 +46,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 # What says nothing about the computation.
 _HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size")
-# Numbers under expert_gating_func.
-_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
-
-
-class _Metadata(ConfigReader):
-    """The keys of one architecture, read without its name in front."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-        self.architecture = str(header.metadata.get("general.architecture"))
-        prefix = f"{self.architecture}."
-        own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-        super().__init__(own, fault=self._fault_of, path=prefix)
-
-    def _fault_of(self, key: str, value: object, expected: str) -> CheckpointError:
-        shown = "is missing" if value is None else f"is {shorten(value)}"
-        return CheckpointError(self.header.location, f"metadata {key} {shown}, expected {expected}")
-
-    def per_layer(self, key: str, layers: int) -> tuple[int, ...]:
-        """One number a layer, whether stored once or as a list."""
-        if not isinstance(self.get(key), list):
-            return (self.integer(key, low=0),) * layers
-        values = self.integers(key) or ()
-        if len(values) != layers:
-            self.refuse(key, list(values), f"one whole number for each of block_count={layers} layers")
-        return values
-
-    def same(self, key: str, layers: int) -> int:
-        """The number that every layer has."""
-        values = set(self.per_layer(key, layers))
-        if len(values) != 1 or 0 in values:
-            self.refuse(key, self[key], "one whole number above 0, the same for every layer")
-        return values.pop()
 
 
 def translate_gguf_config(header: GgufHeader) -> Config:
@@ -90,10 +55,10 @@ def translate_gguf_config(header: GgufHeader) -> Config:
         CheckpointError: the architecture is not supported, or one of its keys is absent, malformed, unknown, or asks
             for something that is not computed.
     """
-    metadata = _Metadata(header)
-    special = _ARCHITECTURES.get(metadata.architecture)
+    metadata = Metadata(header)
+    special = ARCHITECTURES.get(metadata.architecture)
     if special is None:
-        known = ", ".join(sorted(_ARCHITECTURES))
+        known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
             header.location, f"architecture {metadata.architecture!r} is not supported (supported: {known})"
         )
@@ -106,7 +71,7 @@ def translate_gguf_config(header: GgufHeader) -> Config:
     return config
 
 
-def _common(metadata: _Metadata) -> Config:
+def _common(metadata: Metadata) -> Config:
     header = metadata.header
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -140,7 +105,7 @@ def _common(metadata: _Metadata) -> Config:
     return config
 
 
-def _kv_heads(metadata: _Metadata, layers: int, heads: int) -> int:
+def _kv_heads(metadata: Metadata, layers: int, heads: int) -> int:
     if metadata.get("attention.head_count_kv") is None:
         return heads
     # LFM2 says 0 for its convolutions.
@@ -150,7 +115,7 @@ def _kv_heads(metadata: _Metadata, layers: int, heads: int) -> int:
     return counts.pop() if counts else heads
 
 
-def _rope_parameters(metadata: _Metadata) -> Config:
+def _rope_parameters(metadata: Metadata) -> Config:
     """As llama.cpp reads it: a factor without a type is linear, and files of 2023 have it under an older name."""
     theta = metadata.number("rope.freq_base", default=10000.0, above=1)
     factors = [metadata.number(key, default=0.0, low=0) for key in ("rope.scaling.factor", "rope.scale_linear")]
@@ -222,146 +187,3 @@ def fit_llama3_rope(divisors: np.ndarray, theta: float, original_positions: int 
         "high_freq_factor": high,
         "original_max_position_embeddings": original_positions,
     }
-
-
-def _llama(metadata: _Metadata, config: Config) -> None:
-    config |= {"model_type": "llama", "hidden_act": "silu"}
-
-
-def _qwen2(metadata: _Metadata, config: Config) -> None:
-    config |= {"model_type": "qwen2", "hidden_act": "silu"}
-
-
-def _qwen3(metadata: _Metadata, config: Config) -> None:
-    config |= {"model_type": "qwen3", "hidden_act": "silu"}
-
-
-def _experts(metadata: _Metadata, gating: int) -> Config:
-    """What mixtures of experts share: llama.cpp scores by the architecture, a file may only agree."""
-    metadata.only("expert_gating_func", 0, gating)
-    return {
-        "num_experts": metadata.integer("expert_count"),
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
-        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "norm_topk_prob": metadata.flag("expert_weights_norm", default=True),
-    }
-
-
-def _qwen3moe(metadata: _Metadata, config: Config) -> None:
-    config |= {"model_type": "qwen3_moe", "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []}
-    config |= _experts(metadata, _SOFTMAX)
-    config.setdefault("intermediate_size", config["moe_intermediate_size"])  # no layer is without experts
-
-
-# The 27B of either Gemma scales its queries by hidden/heads instead of the head size, and no key says so: the layer
-# count does.
-_GEMMA2_27B_LAYERS = 46
-_GEMMA3_27B_LAYERS = 62
-_GEMMA2_PATTERN_LAYERS = 2
-_GEMMA3_PATTERN_LAYERS = 6
-
-
-def _gemma(metadata: _Metadata, config: Config, *, layers_of_27b: int, pattern_layers: int) -> None:
-    """What the Gemmas share."""
-    layers = config["num_hidden_layers"]
-    is_27b = layers == layers_of_27b
-    config |= {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": (
-            config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-        ),
-        "layer_types": _layer_types(metadata, layers, pattern_layers),
-    }
-
-
-def _gemma2(metadata: _Metadata, config: Config) -> None:
-    _gemma(metadata, config, layers_of_27b=_GEMMA2_27B_LAYERS, pattern_layers=_GEMMA2_PATTERN_LAYERS)
-    config |= {
-        "model_type": "gemma2",
-        "sliding_window": metadata.integer("attention.sliding_window", default=4096),
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", default=50.0, low=0) or None,
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", default=30.0, low=0) or None,
-    }
-
-
-def _gemma3(metadata: _Metadata, config: Config) -> None:
-    rope, head_dim = config["rope_parameters"], config["head_dim"]
-    _gemma(metadata, config, layers_of_27b=_GEMMA3_27B_LAYERS, pattern_layers=_GEMMA3_PATTERN_LAYERS)
-    local_theta = metadata.number("rope.freq_base_swa", default=10000.0, above=1)
-    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
-        metadata.only(key, head_dim)
-    softcap = metadata.number("final_logit_softcapping", default=0.0, low=0)
-    config |= {
-        "model_type": "gemma3_text",
-        "sliding_window": metadata.integer("attention.sliding_window"),
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
-        },
-        "final_logit_softcapping": softcap or None,
-        "attn_logit_softcapping": None,
-    }
-
-
-def _layer_types(metadata: _Metadata, layers: int, period: int) -> list[str]:
-    """Every `period`-th layer sees everything, unless a list says which layers have a window."""
-    key = "attention.sliding_window_pattern"
-    given = metadata.get(key)
-    if isinstance(given, list):
-        if len(given) != layers or not all(item in (0, 1) for item in given):
-            metadata.refuse(key, given, f"true or false for each of block_count={layers} layers")
-        return ["sliding_attention" if item else "full_attention" for item in given]
-    period = metadata.integer(key, default=period)
-    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
-
-
-def _lfm2(metadata: _Metadata, config: Config) -> None:
-    kv_heads = metadata.per_layer("attention.head_count_kv", config["num_hidden_layers"])
-    config |= {
-        "model_type": "lfm2",
-        "norm_eps": config.pop("rms_norm_eps"),
-        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
-        "conv_L_cache": metadata.integer("shortconv.l_cache"),
-        "conv_bias": False,
-        "block_auto_adjust_ff_dim": False,  # feed_forward_length is the final width already
-    }
-
-
-def _lfm2moe(metadata: _Metadata, config: Config) -> None:
-    _lfm2(metadata, config)
-    config |= _experts(metadata, _SIGMOID)
-    config |= {
-        "model_type": "lfm2_moe",
-        "num_dense_layers": metadata.integer("leading_dense_block_count", low=0),
-        "use_expert_bias": any(".exp_probs_b" in name for name in metadata.header.tensors),
-        "routed_scaling_factor": metadata.number("expert_weights_scale", default=0.0, low=0) or 1.0,
-    }
-
-
-def _gpt_oss(metadata: _Metadata, config: Config) -> None:
-    metadata.only("expert_gating_func", 0, _SOFTMAX_OF_CHOSEN)
-    if config["rope_parameters"]["rope_type"] == "yarn":
-        config["rope_parameters"]["truncate"] = False
-    config |= {
-        "model_type": "gpt_oss",
-        "intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "num_local_experts": metadata.integer("expert_count"),
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
-        "sliding_window": metadata.integer("attention.sliding_window"),
-        "layer_types": _layer_types(metadata, config["num_hidden_layers"], 2),
-        "attention_bias": True,
-        "swiglu_limit": 7.0,
-    }
-
-
-_ARCHITECTURES: dict[str, Callable[[_Metadata, Config], None]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3moe": _qwen3moe,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2moe,
-    "gpt-oss": _gpt_oss,
-}

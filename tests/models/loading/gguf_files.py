@@ -1,4 +1,4 @@
-"""Writes small GGUF files of every supported architecture, and the Hugging Face tensors that they must read back as."""
+"""Writes small GGUF files, and knows the Hugging Face tensors that they must read back as."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +76,7 @@ def plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.float32(1)
 
 
-def _start(architecture: str, *, tied: bool = True, norm_change: Callable | None = None) -> GgufFile:
+def start(architecture: str, *, tied: bool = True, norm_change: Callable | None = None) -> GgufFile:
     file = GgufFile(architecture)
     file.key(
         block_count=LAYERS,
@@ -97,7 +97,7 @@ def _start(architecture: str, *, tied: bool = True, norm_change: Callable | None
     return file
 
 
-def _attention(
+def attention(
     file: GgufFile, layer: int, *, permuted: bool = False, bias: bool = False, output_bias: bool = True
 ) -> None:
     stored, expected = f"blk.{layer}.attn_", f"model.layers.{layer}.self_attn."
@@ -112,13 +112,13 @@ def _attention(
         file.add(f"{stored}output.bias", f"{expected}{output}.bias", HIDDEN)
 
 
-def _mlp(file: GgufFile, layer: int, names: dict[str, str]) -> None:
+def mlp(file: GgufFile, layer: int, names: dict[str, str]) -> None:
     for stored, expected in names.items():
         shape = (HIDDEN, FFN) if stored == "down" else (FFN, HIDDEN)
         file.add(f"blk.{layer}.ffn_{stored}.weight", f"model.layers.{layer}.{expected}.weight", *shape)
 
 
-def _split_experts(file: GgufFile, layer: int, names: dict[str, str]) -> None:
+def split_experts(file: GgufFile, layer: int, names: dict[str, str]) -> None:
     for stored, expected in names.items():
         shape = (HIDDEN, EXPERT_FFN) if stored == "down" else (EXPERT_FFN, HIDDEN)
         values = file.draws.standard_normal((EXPERTS, *shape)).astype(np.float32)
@@ -127,171 +127,7 @@ def _split_experts(file: GgufFile, layer: int, names: dict[str, str]) -> None:
             file.expected[f"model.layers.{layer}.{expected.format(expert)}.weight"] = values[expert]
 
 
-def _norms(file: GgufFile, layer: int, names: dict[str, str], change: Callable | None = None) -> None:
+def norms(file: GgufFile, layer: int, names: dict[str, str], change: Callable | None = None) -> None:
     for stored, expected in names.items():
         size = HEAD if stored in ("attn_q_norm", "attn_k_norm") else HIDDEN
         file.add(f"blk.{layer}.{stored}.weight", f"model.layers.{layer}.{expected}.weight", size, change=change)
-
-
-LLAMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-MLP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-
-
-def make_llama() -> GgufFile:
-    file = _start("llama")
-    for layer in range(LAYERS):
-        _attention(file, layer, permuted=True, bias=layer == 1)
-        _mlp(file, layer, MLP)
-        _norms(file, layer, LLAMA_NORMS)
-    return file
-
-
-def make_qwen2() -> GgufFile:
-    file = _start("qwen2")
-    for layer in range(LAYERS):
-        _attention(file, layer, bias=True, output_bias=False)
-        _mlp(file, layer, MLP)
-        _norms(file, layer, LLAMA_NORMS)
-    return file
-
-
-def make_qwen3() -> GgufFile:
-    file = _start("qwen3", tied=False)
-    file.key(attention__key_length=HEAD)
-    for layer in range(LAYERS):
-        _attention(file, layer)
-        _mlp(file, layer, MLP)
-        _norms(file, layer, LLAMA_NORMS | QK_NORMS)
-    return file
-
-
-def make_qwen3moe() -> GgufFile:
-    file = _start("qwen3moe", tied=False)
-    file.key(
-        attention__key_length=HEAD, expert_count=EXPERTS, expert_used_count=2, expert_feed_forward_length=EXPERT_FFN
-    )
-    for layer in range(LAYERS):
-        _attention(file, layer)
-        _norms(file, layer, LLAMA_NORMS | QK_NORMS)
-        file.add(f"blk.{layer}.ffn_gate_inp.weight", f"model.layers.{layer}.mlp.gate.weight", EXPERTS, HIDDEN)
-        _split_experts(file, layer, {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")})
-    return file
-
-
-def make_gemma2() -> GgufFile:
-    file = _gemma("gemma2", {})
-    file.key(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
-    return file
-
-
-def make_gemma3() -> GgufFile:
-    return _gemma("gemma3", QK_NORMS)
-
-
-def _gemma(architecture: str, own_norms: dict[str, str]) -> GgufFile:
-    file = _start(architecture, norm_change=plus_one)
-    file.key(attention__key_length=HEAD, attention__sliding_window=8)
-    for layer in range(LAYERS):
-        _attention(file, layer)
-        _mlp(file, layer, MLP)
-        norms = {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        }
-        _norms(file, layer, norms | own_norms, change=plus_one)
-    return file
-
-
-LFM2_MLP = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
-
-
-def _lfm2(architecture: str) -> GgufFile:
-    file = _start(architecture)
-    file.key(attention__head_count_kv=[0, KV_HEADS], shortconv__l_cache=3)
-    file.add("token_embd_norm.weight", "model.embedding_norm.weight", HIDDEN)
-    file.add("blk.0.shortconv.in_proj.weight", "model.layers.0.conv.in_proj.weight", 3 * HIDDEN, HIDDEN)
-    file.add("blk.0.shortconv.out_proj.weight", "model.layers.0.conv.out_proj.weight", HIDDEN, HIDDEN)
-    file.add("blk.0.shortconv.conv.weight", "model.layers.0.conv.conv.weight", HIDDEN, 1, 3, change=np.squeeze)
-    _attention(file, 1)
-    _norms(file, 1, {"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"})
-    for layer in range(LAYERS):
-        _norms(file, layer, {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"})
-    return file
-
-
-def make_lfm2() -> GgufFile:
-    file = _lfm2("lfm2")
-    for layer in range(LAYERS):
-        _mlp(file, layer, LFM2_MLP)
-    return file
-
-
-def make_lfm2moe() -> GgufFile:
-    file = _lfm2("lfm2moe")
-    file.key(
-        leading_dense_block_count=1,
-        expert_count=EXPERTS,
-        expert_used_count=2,
-        expert_feed_forward_length=EXPERT_FFN,
-        expert_gating_func=2,
-    )
-    _mlp(file, 0, LFM2_MLP)
-    file.add("blk.1.ffn_gate_inp.weight", "model.layers.1.feed_forward.gate.weight", EXPERTS, HIDDEN)
-    file.add("blk.1.exp_probs_b.bias", "model.layers.1.feed_forward.expert_bias", EXPERTS)
-    _split_experts(
-        file,
-        1,
-        {part: f"feed_forward.experts.{{}}.{name}" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
-    )
-    return file
-
-
-def make_gpt_oss() -> GgufFile:
-    """Experts appear in the float form; tests of the packed form quantise the stored tensors."""
-    file = _start("gpt-oss", tied=False)
-    file.key(
-        attention__key_length=HEAD,
-        attention__sliding_window=8,
-        expert_count=EXPERTS,
-        expert_used_count=2,
-        expert_feed_forward_length=EXPERT_FFN,
-        rope__scaling__type="yarn",
-        rope__scaling__factor=32.0,
-        rope__scaling__original_context_length=4096,
-    )
-    for layer in range(LAYERS):
-        _attention(file, layer, bias=True)
-        file.add(f"blk.{layer}.attn_sinks.weight", f"model.layers.{layer}.self_attn.sinks", HEADS)
-        norms = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        _norms(file, layer, norms)
-        file.add(f"blk.{layer}.ffn_gate_inp.weight", f"model.layers.{layer}.mlp.router.weight", EXPERTS, HIDDEN)
-        file.add(f"blk.{layer}.ffn_gate_inp.bias", f"model.layers.{layer}.mlp.router.bias", EXPERTS)
-        experts = f"model.layers.{layer}.mlp.experts."
-        joined = file.draws.standard_normal((EXPERTS, HIDDEN, 2 * EXPERT_FFN)).astype(np.float32)
-        bias = file.draws.standard_normal((EXPERTS, 2 * EXPERT_FFN)).astype(np.float32)
-        down = file.draws.standard_normal((EXPERTS, EXPERT_FFN, HIDDEN)).astype(np.float32)
-        file.expected |= {f"{experts}gate_up_proj": joined, f"{experts}gate_up_proj_bias": bias}
-        file.expected |= {f"{experts}down_proj": down}
-        for first, part in enumerate(("gate", "up")):
-            stored = np.ascontiguousarray(joined[:, :, first::2].swapaxes(1, 2))
-            file.stored[f"blk.{layer}.ffn_{part}_exps.weight"] = stored
-            file.stored[f"blk.{layer}.ffn_{part}_exps.bias"] = np.ascontiguousarray(bias[:, first::2])
-        file.stored[f"blk.{layer}.ffn_down_exps.weight"] = np.ascontiguousarray(down.swapaxes(1, 2))
-        file.add(f"blk.{layer}.ffn_down_exps.bias", f"{experts}down_proj_bias", EXPERTS, HIDDEN)
-    return file
-
-
-MAKERS: dict[str, Callable[[], GgufFile]] = {
-    "llama": make_llama,
-    "qwen2": make_qwen2,
-    "qwen3": make_qwen3,
-    "qwen3moe": make_qwen3moe,
-    "gemma2": make_gemma2,
-    "gemma3": make_gemma3,
-    "lfm2": make_lfm2,
-    "lfm2moe": make_lfm2moe,
-    "gpt-oss": make_gpt_oss,
-}

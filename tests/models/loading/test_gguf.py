@@ -19,19 +19,8 @@ from resin.models.loading import CheckpointError, open_checkpoint_path
 from resin.models.loading.gguf_config import fit_llama3_rope
 from resin.models.registry import MODELS
 from resin.models.weights import AbstractModel, check_tensors
-from tests.models.loading.gguf_files import (
-    EXPERT_FFN,
-    EXPERTS,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    MAKERS,
-    GgufFile,
-    make_gpt_oss,
-    make_llama,
-    make_qwen3,
-    permute,
-)
+from tests.models.loading.gguf_files import EXPERT_FFN, EXPERTS, HEADS, HIDDEN, KV_HEADS, GgufFile, permute
+from tests.models.loading.gguf_makers import MAKERS, make_gpt_oss, make_llama, make_qwen3
 
 DATA = Path(__file__).parents[2] / "data"
 

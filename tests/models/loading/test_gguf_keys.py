@@ -17,7 +17,8 @@ from resin.models.loading.gguf_header import GgufHeader, parse_gguf_header
 from resin.models.loading.mapped import map_file
 from resin.models.weights import AbstractModel, check_tensors
 from resin.plan import InvalidRequest
-from tests.models.loading.gguf_files import HEAD, MAKERS, make_llama
+from tests.models.loading.gguf_files import HEAD
+from tests.models.loading.gguf_makers import MAKERS, make_llama
 
 WRONG: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 5, 2**31, 2**63 - 1, 0.0, 0.5, -1.5, 1e30, float("nan"), float("inf")),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from resin.models.loading import CheckpointError, open_checkpoint_path
-from tests.models.loading.gguf_files import GgufFile, make_lfm2
+from tests.models.loading.gguf_files import GgufFile
+from tests.models.loading.gguf_makers import make_lfm2
 
 
 def write_parts(directory: Path, count: int = 3, **changes: dict[str, Any]) -> list[Path]:
