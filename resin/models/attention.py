@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from flax import nnx
 
@@ -11,7 +13,7 @@ from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
 from resin.models.linear import Linear
-from resin.models.norm import NormOrder, RMSNorm
+from resin.models.norm import JointHeadNorm, NormOrder, RMSNorm
 from resin.models.ops.protocol import HeadOperands
 from resin.models.rope import Rope
 
@@ -29,6 +31,7 @@ class Attention(nnx.Module):
         how: scale and mask of the scores.
         rope: rotation of queries and keys.
         qk_norm_eps: normalise each query and key head before the rotation; None for no norms.
+        joint_qk_norm: normalise all query heads of a token at once instead, and all key heads.
         norm_order, norm_one_plus: of these norms.
         qkv_bias, output_bias: add a bias to the products of queries, keys and values, and to the last product.
         sinks: one learned logit a head that only adds to the softmax's denominator.
@@ -47,6 +50,7 @@ class Attention(nnx.Module):
         how: Attend,
         rope: Rope,
         qk_norm_eps: float | None = None,
+        joint_qk_norm: bool = False,
         norm_order: NormOrder = NormOrder.CAST_THEN_SCALE,
         norm_one_plus: bool = False,
         qkv_bias: bool = False,
@@ -81,12 +85,16 @@ class Attention(nnx.Module):
         )
         self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if output_bias else None
         self.sinks = declare((heads,), placement, f"{name}.sinks", axes=(Axis.HEADS,), init=BIAS) if sinks else None
-        self.q_norm, self.k_norm = (
-            RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus, lanes=rope.lanes)
-            if qk_norm_eps is not None
-            else None
-            for part in (q_norm, k_norm)
-        )
+
+        def head_norm(part: str, count: int) -> RMSNorm | JointHeadNorm | None:
+            if qk_norm_eps is None:
+                return None
+            if not joint_qk_norm:
+                return RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus, lanes=rope.lanes)
+            assert rope.lanes is None and not norm_one_plus, "no model has both"
+            return JointHeadNorm(placement, part, count, width, qk_norm_eps, norm_order)
+
+        self.q_norm, self.k_norm = head_norm(q_norm, heads), head_norm(k_norm, kv_heads)
 
     def __call__(
         self, run: Pass, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None
@@ -95,18 +103,23 @@ class Attention(nnx.Module):
         with jax.named_scope("attention"):
             sinks = None if self.sinks is None else self.sinks[...]
             target = run.cache.target(self.entries, self.how, sinks)
-            heads = run.ops.project_heads(x, self._qkv(), run.rotation(self.rope), norm=norm, target=target)
+            heads = run.ops.project_heads(x, self._qkv(run), run.rotation(self.rope), norm=norm, target=target)
             run.cache.append_heads(self.entries, heads)
             attended = run.cache.attend(heads.query, *self.entries.halves(), self.how, sinks=sinks)
             joined = attended.out.reshape(x.shape[0], -1)
             bias = None if self.output_bias is None else self.output_bias[...]
             return run.row_parallel(Axis.HEADS, joined, self.output.operand(), bias=bias, residual=residual)
 
-    def _qkv(self) -> HeadOperands:
+    def _qkv(self, run: Pass) -> HeadOperands:
+        norms = [
+            partial(each, run.axes) if isinstance(each, JointHeadNorm) else each
+            for each in (self.q_norm, self.k_norm)
+            if each is not None
+        ]
         return HeadOperands(
             weight=self.qkv.operand(),
             bias=None if self.qkv_bias is None else self.qkv_bias[...].reshape(-1),
-            norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
+            norms=(norms[0], norms[1]) if norms else None,
             kv_heads=self.entries.rows // 2,
             width=self.entries.width,
         )

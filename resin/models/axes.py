@@ -78,6 +78,11 @@ class Axes:
             partial = lax.psum_scatter(partial, scattered, scatter_dimension=0, tiled=True)
         return lax.psum(partial, summed) if summed else partial
 
+    def total(self, partial: jax.Array, axis: Axis) -> jax.Array:
+        """The sum of what the devices that share `axis` hold, on each of them."""
+        names = self.mesh_axes(axis)
+        return lax.psum(partial, names) if names else partial
+
     def join(self, share: jax.Array, axis: Axis) -> jax.Array:
         """Sets the devices' shares of the last dimension side by side."""
         names = self.mesh_axes(axis)

@@ -19,6 +19,7 @@ from resin.models.decoder import Decoder
 from resin.models.forward import Pass
 from resin.models.mlp import GatedMLP
 from resin.models.norm import NormOrder, RMSNorm
+from resin.models.residual import add_block
 from resin.models.rope import Rope
 from resin.models.sliding import read_layer_types, sliding_groups, sliding_layer
 from resin.pallas_kernels.gates import Gate
@@ -112,8 +113,8 @@ class GemmaLayer(nnx.Module):
         return rope
 
     def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
-        x = x + self.attention_out_norm(self.attention(run, x, norm=self.attention_norm))
-        return x + self.mlp_out_norm(self.mlp(run, x, norm=self.mlp_norm))
+        x = add_block(run, x, self.attention, before=self.attention_norm, after=self.attention_out_norm)
+        return add_block(run, x, self.mlp, before=self.mlp_norm, after=self.mlp_out_norm)
 
 
 class Gemma(Decoder):

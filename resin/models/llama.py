@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -16,7 +16,9 @@ from resin.models.declare import Placement
 from resin.models.decoder import Decoder
 from resin.models.forward import Pass
 from resin.models.mlp import GatedMLP
-from resin.models.norm import RMSNorm
+from resin.models.norm import NormOrder, RMSNorm
+from resin.models.residual import add_block
+from resin.models.rope import Rope
 from resin.models.sliding import FULL, SLIDING, read_layer_types, sliding_groups, sliding_layer
 from resin.plan import CacheGroup
 
@@ -73,18 +75,20 @@ class MistralConfig(LlamaConfig):
         return cls.read_llama(given, {"max_position_embeddings": 131_072}, **read_windows(given, window))
 
 
-def read_windows(given: ConfigReader, window: int | None, *, first: int = 0) -> dict[str, Any]:
+def read_windows(
+    given: ConfigReader, window: int | None, *, has_window: Callable[[int], bool] = lambda index: True
+) -> dict[str, Any]:
     """`layer_types` and `window_tokens` of layers that see the last `window` tokens.
 
     Args:
         given: the model's config; its `layer_types` come first.
         window: tokens; None for layers that see everything, and so is one as long as the longest sequence.
-        first: layers before this one see everything.
+        has_window: which layers have one where the config does not say so.
 
     Raises:
         InvalidRequest: a layer is to have a window, and there is none.
     """
-    layer_types = read_layer_types(given, is_full=lambda index: window is None or index < first)
+    layer_types = read_layer_types(given, is_full=lambda index: window is None or not has_window(index))
     if window is None and SLIDING in layer_types:
         given.refuse("layer_types", SLIDING, "full_attention alone, as the config turns no sliding_window on")
     if window is not None and window >= given.integer("max_position_embeddings", default=window + 1):
@@ -93,14 +97,34 @@ def read_windows(given: ConfigReader, window: int | None, *, first: int = 0) -> 
 
 
 class LlamaLayer(nnx.Module):
-    """`x += attention(norm x)`, then `x += mlp(norm x)`."""
+    """`x += attention(norm x)`, then `x += mlp(norm x)`.
+
+    What a relative's layer does otherwise it says in these, or by a method of its own:
+
+    Attributes:
+        qk_norm: normalise each query and key head.
+        joint_qk_norm: normalise all query heads of a token at once, and all key heads.
+        norms_before, norms_after: checkpoint names of the norms of what attention and mlp take, and of what they give.
+        norm_order: of all of these norms.
+        residual_scale: factor on what attention and mlp give.
+    """
 
     qk_norm: ClassVar[bool] = False
+    joint_qk_norm: ClassVar[bool] = False
+    norms_before: ClassVar[tuple[str, str] | None] = ("input_layernorm", "post_attention_layernorm")
+    norms_after: ClassVar[tuple[str, str] | None] = None
+    norm_order: ClassVar[NormOrder] = NormOrder.CAST_THEN_SCALE
 
     def __init__(self, config: LlamaConfig, placement: Placement, index: int) -> None:
         name = f"model.layers.{index}"
         eps = config.norm_eps
-        self.attention_norm = RMSNorm(placement, f"{name}.input_layernorm", config.hidden, eps)
+
+        def norm(names: tuple[str, str] | None, place: int) -> RMSNorm | None:
+            if names is None:
+                return None
+            return RMSNorm(placement, f"{name}.{names[place]}", config.hidden, eps, self.norm_order)
+
+        self.attention_norm, self.mlp_norm = (norm(self.norms_before, place) for place in (0, 1))
         entries, how = sliding_layer(config, placement, index, scale=config.head_dim**-0.5)
         self.attention = Attention(
             placement,
@@ -110,22 +134,32 @@ class LlamaLayer(nnx.Module):
             kv_heads=config.kv_heads,
             entries=entries,
             how=how,
-            rope=config.rope,
-            qk_norm_eps=eps if self.qk_norm else None,
+            rope=self.rope_of(config, index),
+            qk_norm_eps=eps if self.qk_norm or self.joint_qk_norm else None,
+            joint_qk_norm=self.joint_qk_norm,
+            norm_order=self.norm_order,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
         )
-        self.mlp_norm = RMSNorm(placement, f"{name}.post_attention_layernorm", config.hidden, eps)
         self.mlp = self.build_mlp(config, placement, index)
+        self.attention_out_norm, self.mlp_out_norm = (norm(self.norms_after, place) for place in (0, 1))
+        self.residual_scale = 1.0
 
     @staticmethod
     def build_mlp(config: Any, placement: Placement, index: int) -> nnx.Module:
         """The feed-forward layer."""
         return GatedMLP(placement, f"model.layers.{index}.mlp", hidden=config.hidden, width=config.ffn)
 
+    @staticmethod
+    def rope_of(config: Any, index: int) -> Rope:
+        """The rotation of layer `index`."""
+        rope: Rope = config.rope
+        return rope
+
     def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
-        x = self.attention(run, x, norm=self.attention_norm, residual=x)
-        return self.mlp(run, x, norm=self.mlp_norm, residual=x)
+        scale = self.residual_scale
+        x = add_block(run, x, self.attention, before=self.attention_norm, after=self.attention_out_norm, scale=scale)
+        return add_block(run, x, self.mlp, before=self.mlp_norm, after=self.mlp_out_norm, scale=scale)
 
 
 class Llama(Decoder):

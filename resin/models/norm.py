@@ -7,10 +7,12 @@ import enum
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from resin.models.assemblies import OnePlus, Reordered
+from resin.models.axes import Axes, Axis
 from resin.models.declare import Init, Placement, declare
-from resin.pallas_kernels.norms import normalise
+from resin.pallas_kernels.norms import normalise, weigh
 
 
 class NormOrder(enum.Enum):
@@ -61,3 +63,34 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
         return normalise(x, weight.astype(jnp.float32) if self.order is NormOrder.SCALE_THEN_CAST else weight, self.eps)
+
+
+class JointHeadNorm(nnx.Module):
+    """RMSNorm of all heads of a token at once, `[T, heads, D]`, which devices may share; each holds the whole weight.
+
+    Args:
+        placement: dtype.
+        name: checkpoint prefix.
+        heads: over all devices.
+        width: D.
+        eps: added to the mean square.
+        order: where the weight meets the cast.
+    """
+
+    def __init__(self, placement: Placement, name: str, heads: int, width: int, eps: float, order: NormOrder) -> None:
+        self.weight = declare((heads * width,), placement, f"{name}.weight")
+        self.heads = heads
+        self.eps = eps
+        self.order = order
+
+    def __call__(self, axes: Axes, x: jax.Array) -> jax.Array:
+        """The norm of this device's heads. Each head is on as many devices as every other."""
+        _, held, width = x.shape
+        devices = axes.size(Axis.HEADS)
+        weight = self.weight[...].reshape(self.heads, width)
+        weight = weight.astype(jnp.float32) if self.order is NormOrder.SCALE_THEN_CAST else weight
+        weight = lax.dynamic_slice_in_dim(weight, axes.index(Axis.HEADS) * self.heads // devices, held)
+        wide = x.astype(jnp.float32)
+        squares = axes.total(jnp.sum(jnp.square(wide), axis=(1, 2), keepdims=True), Axis.HEADS)
+        wide = wide * lax.rsqrt(squares / (devices * held * width) + self.eps)
+        return weigh(wide, weight[None], x.dtype)

@@ -28,7 +28,7 @@ class Qwen2Config(LlamaConfig):
             first = given.integer("max_window_layers", default=28, low=0)
         # Published files carry both beside use_sliding_window=false; they mean nothing then.
         given.ignore("sliding_window", "max_window_layers")
-        windows = read_windows(given, window, first=first)
+        windows = read_windows(given, window, has_window=lambda index: index >= first)
         return cls.read_llama(given, {"max_position_embeddings": 32_768, **(defaults or {})}, **windows, **own)
 
 

@@ -1,20 +1,21 @@
 """Makes the README's table of supported models from test outcomes.
 
-    python -m tests.conformance.support
+    python -m tests.conformance.support [FAMILY ...]
 
-Runs the family tests, slow ones included (some minutes), writes the outcomes to tests/data/support.json, and puts the
-table that they give into the README. A test holds the README against that file.
+Runs the family tests, slow ones included (some minutes), of all families or of some; writes the outcomes to
+tests/data/support.json, and puts the table that they give into the README. A test holds the README against that file.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from resin.models.testing import TINY_CONFIGS
@@ -36,6 +37,8 @@ COLUMNS = {
 NAMES = {
     "llama": "Llama, SmolLM2",
     "mistral": "Mistral, Ministral",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
@@ -50,11 +53,16 @@ REAL = {"llama": ("SmolLM2 135M", "full/test_smollm2.py"), "gemma3_text": ("Gemm
 TESTS = ("tests/conformance/test_families.py", *(f"tests/{module}" for _, module in REAL.values()))
 
 
-def run_tests() -> dict[str, str]:
-    """Runs the tests; returns "module::test" -> "pass", "skip" or "fail". Slow ones run as well."""
+def run_tests(families: Sequence[str]) -> dict[str, str]:
+    """Runs the tests of some families, or of all and those of real weights, slow ones too.
+
+    Returns:
+        "module::test" -> "pass", "skip" or "fail".
+    """
+    chosen = [*TESTS[:1], "-k", " or ".join(families)] if families else TESTS
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", *TESTS, "-m", "not gpu", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", *chosen, "-m", "not gpu", f"--junitxml={report}"]
         subprocess.run(command, cwd=ROOT, check=False)
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return {
@@ -108,8 +116,12 @@ def replace_table(text: str, table: str) -> str:
 
 def main() -> int:
     """Returns 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    families = parser.parse_args().families
     earlier = json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.exists() else {}
-    outcomes, kept = keep_skipped(run_tests(), earlier)
+    found = run_tests(families)
+    outcomes, kept = keep_skipped({**earlier, **found} if families else found, earlier)
     for name in kept:
         print(f"skipped here, kept from an earlier run: {name} ({outcomes[name]})", file=sys.stderr)
     OUTCOMES.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n", encoding="utf-8")

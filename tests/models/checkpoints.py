@@ -98,6 +98,26 @@ _MISTRAL = {
     "sliding_window": None,
 }
 _MISTRAL_7B = _shape(4096, 14_336, 32, 32, 8, 32_000, 32_768)
+_MIXTRAL = {
+    **_MISTRAL,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.0,
+}
+_OLMO2 = {
+    **_WRITTEN,
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100_257,
+    "model_type": "olmo2",
+    "pad_token_id": 100_277,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500_000,
+}
 _SMOLLM = {
     **_LLAMA,
     "bos_token_id": 1,
@@ -294,7 +314,12 @@ CASES: tuple[Case, ...] = (
         23.57,
     ),
     _other("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral3"),
-    _other("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", num_local_experts=8, num_experts_per_tok=2),
+    Case("mistralai/Mixtral-8x7B-Instruct-v0.1", {**_MIXTRAL, **_MISTRAL_7B}, 46.70),
+    Case(
+        "mistralai/Mixtral-8x22B-Instruct-v0.1",
+        {**_MIXTRAL, **_shape(6144, 16_384, 56, 48, 8, 32_768, 65_536)},
+        140.6,
+    ),
     Case("Qwen/Qwen2-7B-Instruct", {**_QWEN2_7B, "sliding_window": 131_072}, 7.616),
     Case("Qwen/Qwen2.5-7B-Instruct", {**_QWEN2_7B, "sliding_window": 131_072}, 7.616),
     Case(
@@ -376,7 +401,9 @@ CASES: tuple[Case, ...] = (
     _other("google/gemma-3-4b-it", "gemma3", text_config=_GEMMA3),
     _other("microsoft/Phi-3-mini-4k-instruct", "phi3", sliding_window=2047),
     _other("microsoft/phi-4", "phi3"),
-    _other("allenai/OLMo-2-1124-7B-Instruct", "olmo2"),
+    Case("allenai/OLMo-2-0425-1B-Instruct", {**_OLMO2, **_shape(2048, 8192, 16, 16, 16, 100_352, 4096)}, 1.485),
+    Case("allenai/OLMo-2-1124-7B-Instruct", {**_OLMO2, **_shape(4096, 11_008, 32, 32, 32, 100_352, 4096)}, 7.299),
+    Case("allenai/OLMo-2-0325-32B-Instruct", {**_OLMO2, **_shape(5120, 27_648, 64, 40, 8, 100_352, 4096)}, 32.23),
     _other("ibm-granite/granite-3.3-8b-instruct", "granite", logits_scaling=16.0),
     _other("LGAI-EXAONE/EXAONE-4.0-32B", "exaone4"),
     _other("CohereLabs/c4ai-command-r-v01", "cohere", logit_scale=0.0625),
@@ -453,9 +480,10 @@ CASES: tuple[Case, ...] = (
         "TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF",
         "llama",
         _MISTRAL_7B,
+        rope__dimension_count=128,
         expert_count=8,
         expert_used_count=2,
-        refused="llama.expert_count is 8",
+        billions=46.70,
     ),
     _gguf("Qwen/Qwen2.5-7B-Instruct-GGUF", "qwen2", _QWEN2_7B, billions=7.616),
     _gguf(

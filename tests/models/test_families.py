@@ -109,6 +109,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("mistral", {"sliding_window": None}, (FULL, FULL), None),
         ("mistral", {"sliding_window": 512}, (FULL, FULL), None),  # as long as the longest sequence
         ("mistral", {"model_type": "ministral", "layer_types": [FULL, SLIDING]}, (FULL, SLIDING), 11),
+        ("mixtral", {}, (SLIDING, SLIDING), 9),
+        ("mixtral", {"sliding_window": None}, (FULL, FULL), None),
         ("qwen2", {}, (FULL, SLIDING, SLIDING), 7),
         ("qwen2", {"layer_types": [SLIDING, FULL, FULL]}, (SLIDING, FULL, FULL), 7),
         ("qwen2", {"use_sliding_window": False}, (FULL, FULL, FULL), None),
@@ -158,6 +160,8 @@ def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
         ("gemma2", {"query_pre_attn_scalar": 0}),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}),  # transformers reads it and leaves scores as they are
         ("mistral", {"hidden_act": "gelu"}),
+        ("mixtral", {"attention_bias": True}),
+        ("olmo2", {"clip_qkv": 8.0}),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(family: str, setting: dict[str, object]) -> None:
@@ -172,6 +176,8 @@ def test_what_a_family_does_not_compute_is_refused(family: str, setting: dict[st
         ("llama", {}, set()),
         ("llama", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("qwen2", {}, {"q_proj", "k_proj", "v_proj"}),
+        ("olmo2", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("olmo2", {"attention_bias": None}, set()),
         ("qwen3", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )

@@ -14,6 +14,20 @@ _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 
 def _llama(metadata: Metadata, config: Config) -> None:
     config |= {"model_type": "llama", "hidden_act": "silu"}
+    if any(metadata.integer(key, default=0, low=0) for key in ("expert_count", "expert_used_count")):
+        # Older files have the expert's width under feed_forward_length alone.
+        width = metadata.integer("expert_feed_forward_length", default=config.get("intermediate_size"))
+        metadata.only("expert_gating_func", 0, _SOFTMAX)
+        config |= {
+            "model_type": "mixtral",
+            "intermediate_size": width,
+            "num_local_experts": metadata.integer("expert_count"),
+            "num_experts_per_tok": metadata.integer("expert_used_count"),
+        }
+
+
+def _olmo2(metadata: Metadata, config: Config) -> None:
+    config |= {"model_type": "olmo2", "hidden_act": "silu"}
 
 
 def _qwen2(metadata: Metadata, config: Config) -> None:
@@ -145,6 +159,7 @@ def _gpt_oss(metadata: Metadata, config: Config) -> None:
 ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyType(
     {
         "llama": _llama,
+        "olmo2": _olmo2,
         "qwen2": _qwen2,
         "qwen3": _qwen3,
         "qwen3moe": _qwen3moe,

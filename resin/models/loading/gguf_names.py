@@ -67,15 +67,9 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _LLAMA = _ATTENTION | _MLP | {"ffn_norm": "post_attention_layernorm"}
-_GEMMA = (
-    _ATTENTION
-    | _MLP
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-)
+_NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_AFTER = {kind: name for kind, name in _ATTENTION.items() if kind != "attn_norm"} | _MLP | _NORMS_AFTER
+_GEMMA = _ATTENTION | _MLP | _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 _LFM2 = _ATTENTION | {
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -93,6 +87,8 @@ _LFM2 = _ATTENTION | {
 _GPT_OSS = _ATTENTION | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
+    "mixtral": _LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "olmo2": _AFTER,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
@@ -103,18 +99,20 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": _GPT_OSS,
 }
 # Stacked experts that Hugging Face stores one by one: GGUF name -> name of one expert's matrix.
+_NUMBERED = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 _SPLIT_EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{hf_name}" for name, hf_name in _NUMBERED},
     "qwen3_moe": {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
-    "lfm2_moe": {
-        f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{hf_name}"
-        for name, hf_name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    },
+    "lfm2_moe": {f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{hf_name}" for name, hf_name in _NUMBERED},
 }
+# Families whose files store pairs of a rotation side by side.
+_PERMUTED = {"llama", "mixtral"}
 # Families whose files store 1 + w for the w of a norm.
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 # Tensors that hold no weights of the model itself: they are read into the config, or not at all.
 _NOT_WEIGHTS = {"rope_freqs.weight"}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+_LISTED_EXPERT = re.compile(r"(ffn_\w+)\.(\d+)")  # of files before stacks
 
 
 def name_gguf_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Rule]:
@@ -157,12 +155,14 @@ def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Itera
     elif kind in _SPLIT_EXPERTS.get(model_type, {}) and suffix == "weight":
         for expert in range(header.tensors[name].shape[0]):
             yield prefix + _SPLIT_EXPERTS[model_type][kind].format(expert) + ".weight", Stored(name, expert=expert)
+    elif (listed := _LISTED_EXPERT.fullmatch(kind)) and f"{listed[1]}_exps" in _SPLIT_EXPERTS.get(model_type, {}):
+        yield f"{prefix}{_SPLIT_EXPERTS[model_type][f'{listed[1]}_exps'].format(listed[2])}.weight", Stored(name)
     elif kind in _LAYER_NAMES[model_type] and suffix is not None:
         yield f"{prefix}{_LAYER_NAMES[model_type][kind]}.{suffix}", _layer_rule(name, kind, config)
 
 
 def _layer_rule(name: str, kind: str, config: Mapping[str, Any]) -> Stored:
-    if config["model_type"] == "llama" and kind in ("attn_q", "attn_k"):
+    if config["model_type"] in _PERMUTED and kind in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
         return Stored(name, Change.UNPERMUTE_HEADS, heads=heads)
     if kind.endswith("norm"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -16,20 +17,24 @@ Rotation = tuple[jax.Array, jax.Array]
 """cos and sin, float32 [T, D/2]."""
 
 
+HeadNorm = RMSNorm | Callable[[jax.Array], jax.Array]
+"""Maps heads `[T, heads, D]` to their norms. Kernels compute an `RMSNorm` of each head, and plain XLA anything."""
+
+
 class HeadOperands(NamedTuple):
     """What makes heads of tokens.
 
     Attributes:
         weight: [hidden, (H + 2 K) * D], each KV head with its queries, its key and its value.
         bias: [(H + 2 K) * D] added to the product; None for none.
-        norms: of each query and of each key head; None for none.
+        norms: of the query and of the key heads; None for none.
         kv_heads: K.
         width: D.
     """
 
     weight: jax.Array
     bias: jax.Array | None
-    norms: tuple[RMSNorm, RMSNorm] | None
+    norms: tuple[HeadNorm, HeadNorm] | None
     kv_heads: int
     width: int
 

@@ -68,7 +68,7 @@ class TritonOps:
         norm: RMSNorm | None = None,
         target: AppendTarget | None = None,
     ) -> Heads:
-        if target is None or x.dtype != jnp.bfloat16 or not _are_known(qkv.norms):
+        if target is None or x.dtype != jnp.bfloat16 or not _are_known(qkv):
             return turn_heads(self.linear(x, qkv.weight, norm=norm, bias=qkv.bias), qkv, rotation)
         fits = takes_heads_kernel(x.shape[0], qkv.weight.size) and _is_known(norm)
         if fits and not target.wants_vectors:
@@ -80,7 +80,7 @@ class TritonOps:
     ) -> Heads:
         joined = qkv.weight.shape[1] // qkv.width
         with jax.named_scope("heads"):
-            weights = () if qkv.norms is None else tuple(each.weight[...] for each in qkv.norms)
+            weights = tuple(each.weight[...] for each in _rms_norms(qkv))
             query, arena, counters = self._kernels.project_heads(
                 x,
                 qkv.weight,
@@ -102,7 +102,7 @@ class TritonOps:
 
     def _append(self, product: jax.Array, qkv: HeadOperands, rotation: Rotation, target: AppendTarget) -> Heads:
         joined = product.reshape(product.shape[0], -1, qkv.width)
-        q_norm, k_norm = (None, None) if qkv.norms is None else (each.weight[...] for each in qkv.norms)
+        q_norm, k_norm = (each.weight[...] for each in _rms_norms(qkv)) if qkv.norms is not None else (None, None)
         with jax.named_scope("append"):
             query, arena, key = self._kernels.rope_append(
                 joined,
@@ -164,9 +164,14 @@ def _is_known(norm: RMSNorm | None) -> bool:
     return norm is None or type(norm) is RMSNorm
 
 
-def _are_known(norms: tuple[RMSNorm, RMSNorm] | None) -> bool:
+def _are_known(qkv: HeadOperands) -> bool:
     """The same of the norms of heads, which share an epsilon."""
-    return norms is None or (all(map(_is_known, norms)) and norms[0].eps == norms[1].eps)
+    norms = _rms_norms(qkv)
+    return len(norms) == len(qkv.norms or ()) and all(map(_is_known, norms)) and len({each.eps for each in norms}) < 2
+
+
+def _rms_norms(qkv: HeadOperands) -> tuple[RMSNorm, ...]:
+    return tuple(each for each in qkv.norms or () if isinstance(each, RMSNorm))
 
 
 def _norm_arguments(norm: RMSNorm | None) -> dict[str, Any]:
@@ -175,4 +180,4 @@ def _norm_arguments(norm: RMSNorm | None) -> dict[str, Any]:
 
 
 def _head_eps(qkv: HeadOperands) -> float:
-    return 1e-6 if qkv.norms is None else qkv.norms[0].eps
+    return next((each.eps for each in _rms_norms(qkv)), 1e-6)

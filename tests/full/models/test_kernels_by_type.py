@@ -20,7 +20,7 @@ from resin.models.forward import Pass
 from resin.models.linear import Linear
 from resin.models.norm import RMSNorm
 from resin.models.ops import pick_ops
-from resin.models.ops.protocol import ExpertOperands, HeadOperands, Routed
+from resin.models.ops.protocol import ExpertOperands, HeadNorm, HeadOperands, Routed
 from resin.models.rope import Rope
 from resin.models.routers import Router
 from resin.models.tokens import Tokens
@@ -99,7 +99,7 @@ def gated(run: Pass, x: jax.Array, gate: GateFunction) -> jax.Array:
     return run.ops.linear(x, jnp.tile(jnp.eye(HIDDEN, dtype=x.dtype), 2), gate=gate)
 
 
-def attention(run: Pass, x: jax.Array, *norms: RMSNorm, before: type[RMSNorm] = RMSNorm) -> jax.Array:
+def attention(run: Pass, x: jax.Array, *norms: HeadNorm, before: type[RMSNorm] = RMSNorm) -> jax.Array:
     weight = jax.random.normal(jax.random.key(5), (HIDDEN, 3 * HEAD), x.dtype) / 8
     rotation = run.rotation(Rope(tuple(np.geomspace(1, 0.01, HEAD // 2).tolist())))
     qkv = HeadOperands(weight, None, norms or None, 1, HEAD)
@@ -123,6 +123,10 @@ CASES: dict[str, tuple[str, Callable[[Pass, jax.Array, bool], jax.Array]]] = {
     "norms of heads that differ": (
         "project_heads",
         lambda run, x, own: attention(run, x, norm(), norm(eps=10.0 if own else 1e-5)),
+    ),
+    "norm that is only a function": (
+        "project_heads",
+        lambda run, x, own: attention(run, x, norm(), (lambda heads: norm()(heads) * 2) if own else norm()),
     ),
     "norm of joined heads": (
         "rope_append",

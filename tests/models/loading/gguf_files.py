@@ -118,13 +118,19 @@ def mlp(file: GgufFile, layer: int, names: dict[str, str]) -> None:
         file.add(f"blk.{layer}.ffn_{stored}.weight", f"model.layers.{layer}.{expected}.weight", *shape)
 
 
-def split_experts(file: GgufFile, layer: int, names: dict[str, str]) -> None:
+def split_experts(
+    file: GgufFile, layer: int, names: dict[str, str], *, width: int = EXPERT_FFN, listed: bool = False
+) -> None:
+    """Adds experts that Hugging Face names one by one; `listed` stores them so too, as files before stacks."""
     for stored, expected in names.items():
-        shape = (HIDDEN, EXPERT_FFN) if stored == "down" else (EXPERT_FFN, HIDDEN)
+        shape = (HIDDEN, width) if stored == "down" else (width, HIDDEN)
         values = file.draws.standard_normal((EXPERTS, *shape)).astype(np.float32)
-        file.stored[f"blk.{layer}.ffn_{stored}_exps.weight"] = values
+        if not listed:
+            file.stored[f"blk.{layer}.ffn_{stored}_exps.weight"] = values
         for expert in range(EXPERTS):
             file.expected[f"model.layers.{layer}.{expected.format(expert)}.weight"] = values[expert]
+            if listed:
+                file.stored[f"blk.{layer}.ffn_{stored}.{expert}.weight"] = values[expert]
 
 
 def norms(file: GgufFile, layer: int, names: dict[str, str], change: Callable | None = None) -> None:

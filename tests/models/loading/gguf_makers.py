@@ -7,6 +7,7 @@ import numpy as np
 from tests.models.loading.gguf_files import (
     EXPERT_FFN,
     EXPERTS,
+    FFN,
     HEAD,
     HEADS,
     HIDDEN,
@@ -23,6 +24,8 @@ from tests.models.loading.gguf_files import (
 
 LLAMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+NUMBERED = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 MLP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 
 
@@ -32,6 +35,32 @@ def make_llama() -> GgufFile:
         attention(file, layer, permuted=True, bias=layer == 1)
         mlp(file, layer, MLP)
         norms(file, layer, LLAMA_NORMS)
+    return file
+
+
+def make_mixtral(listed: bool = False) -> GgufFile:
+    file = start("llama", tied=False)
+    file.key(expert_count=EXPERTS, expert_used_count=2)
+    for layer in range(LAYERS):
+        attention(file, layer, permuted=True)
+        norms(file, layer, LLAMA_NORMS)
+        file.add(
+            f"blk.{layer}.ffn_gate_inp.weight", f"model.layers.{layer}.block_sparse_moe.gate.weight", EXPERTS, HIDDEN
+        )
+        names = {part: f"block_sparse_moe.experts.{{}}.{name}" for part, name in NUMBERED}
+        split_experts(file, layer, names, width=FFN, listed=listed)
+    return file
+
+
+def make_olmo2() -> GgufFile:
+    file = start("olmo2", tied=False)
+    for layer in range(LAYERS):
+        attention(file, layer)
+        mlp(file, layer, MLP)
+        norms(file, layer, NORMS_AFTER)
+        for part, heads in (("q", HEADS), ("k", KV_HEADS)):
+            name = f"model.layers.{layer}.self_attn.{part}_norm.weight"
+            file.add(f"blk.{layer}.attn_{part}_norm.weight", name, heads * HEAD)
     return file
 
 
@@ -85,9 +114,8 @@ def _gemma(architecture: str, own_norms: dict[str, str]) -> GgufFile:
         mlp(file, layer, MLP)
         own = {
             "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
+            **NORMS_AFTER,
         }
         norms(file, layer, own | own_norms, change=plus_one)
     return file
@@ -132,7 +160,7 @@ def make_lfm2moe() -> GgufFile:
     split_experts(
         file,
         1,
-        {part: f"feed_forward.experts.{{}}.{name}" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+        {part: f"feed_forward.experts.{{}}.{name}" for part, name in NUMBERED},
     )
     return file
 
@@ -174,6 +202,8 @@ def make_gpt_oss() -> GgufFile:
 
 MAKERS: dict[str, Callable[[], GgufFile]] = {
     "llama": make_llama,
+    "mixtral": make_mixtral,
+    "olmo2": make_olmo2,
     "qwen2": make_qwen2,
     "qwen3": make_qwen3,
     "qwen3moe": make_qwen3moe,
