@@ -64,9 +64,10 @@ class PlainForward:
     weights: tuple[jax.Array, ...]
     dtype: str
     fp8_scales: Mapping[str, float] = field(default_factory=dict)
+    context_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._program = jax.jit(partial(_exact_and_plain, self.model, self.fp8_scales))
+        self._program = jax.jit(partial(_exact_and_plain, self.model, self.fp8_scales, self.context_tokens))
 
     @property
     def chooses_experts(self) -> bool:
@@ -85,6 +86,7 @@ class PlainForward:
 def _exact_and_plain(
     abstract: AbstractModel,
     fp8_scales: Mapping[str, float],
+    context_tokens: int | None,
     weights: Sequence[jax.Array],
     ids: jax.Array,
     first: jax.Array,
@@ -93,7 +95,7 @@ def _exact_and_plain(
 
     def forward(weights: Sequence[jax.Array], precision: str) -> jax.Array:
         with jax.default_matmul_precision(precision):
-            model, run = abstract.merge(weights), dense_pass(ids, fp8_scales=fp8_scales)
+            model, run = abstract.merge(weights), dense_pass(ids, fp8_scales=fp8_scales, context_tokens=context_tokens)
             return jax.nn.log_softmax(model.logits(run, model(run)), axis=-1)
 
     is_float = [jnp.issubdtype(each.dtype, jnp.floating) for each in weights]

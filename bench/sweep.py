@@ -139,7 +139,8 @@ def run_cases(
     """Checks every case, then times all of them in turns; prints and returns one row a case."""
     runner, config = setup.runner, setup.spec.config
     params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    plain = PlainForward(setup.spec.model, setup.weights, setup.spec.dtype, fp8_scales(config.groups))
+    scales, longest = fp8_scales(config.groups), config.max_context_tokens
+    plain = PlainForward(setup.spec.model, setup.weights, setup.spec.dtype, scales, longest)
     counter = WorkCounter(setup.spec.model, config, balanced=args.balanced_experts)
     plans = [resident_plan(case, config, setup.num_pages, params) for case in cases]
     memory = memory_use(setup)

@@ -61,7 +61,7 @@ class PlainForward:
 
         @jax.jit
         def hidden(weights: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
-            return model.merge(weights)(dense_pass(token_ids, fp8_scales=scales))
+            return model.merge(weights)(dense_pass(token_ids, fp8_scales=scales, context_tokens=context))
 
         @jax.jit
         def head(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:

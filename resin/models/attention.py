@@ -7,7 +7,7 @@ from functools import partial
 import jax
 from flax import nnx
 
-from resin.models.assemblies import JoinedHeads, Transposed
+from resin.models.assemblies import JoinedHeads, Sections, Transposed
 from resin.models.axes import Axis
 from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.declare import BIAS, Placement, declare
@@ -35,6 +35,7 @@ class Attention(nnx.Module):
         norm_order, norm_one_plus: of these norms.
         qkv_bias, output_bias: add a bias to the products of queries, keys and values, and to the last product.
         sinks: one learned logit a head that only adds to the softmax's denominator.
+        inputs: checkpoint names of the products of queries, keys and values, or of one that is all three.
         names: checkpoint names of the output product and of the query and key norms.
     """
 
@@ -56,6 +57,7 @@ class Attention(nnx.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
         sinks: bool = False,
+        inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
         names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm"),
     ) -> None:
         width = entries.width
@@ -64,12 +66,13 @@ class Attention(nnx.Module):
         self.entries = entries
         self.how = how
         self.rope = rope
-        joined = JoinedHeads(kv_heads, heads // kv_heads, width, rope.lanes)
+        each = JoinedHeads(kv_heads, heads // kv_heads, width, rope.lanes)
+        rows = heads * width, kv_heads * width, kv_heads * width
+        joined = each if len(inputs) == len(rows) else Sections(each, rows)
         shape = kv_heads, heads // kv_heads + 2, width
-        inputs = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = Linear(
             placement,
-            [f"{part}.weight" for part in inputs],
+            [f"{name}.{part}.weight" for part in inputs],
             (hidden, *shape),
             assembly=joined,
             axes=(None, Axis.KV, None, None),
@@ -77,7 +80,7 @@ class Attention(nnx.Module):
         self.output = Linear(
             placement, f"{output}.weight", (heads * width, hidden), assembly=Transposed(), axes=(Axis.HEADS, None)
         )
-        biases = [f"{part}.bias" for part in inputs]
+        biases = [f"{name}.{part}.bias" for part in inputs]
         self.qkv_bias = (
             declare(shape, placement, biases, assembly=joined, axes=(Axis.KV, None, None), inner=0, init=BIAS)
             if qkv_bias

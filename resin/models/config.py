@@ -134,6 +134,9 @@ def rope_of(
         values["original_max_position_embeddings"] = beside
     longest = given.integer("max_position_embeddings", default=None)
     values.setdefault("original_max_position_embeddings", longest)
+    original = values["original_max_position_embeddings"]
+    if "longrope" in (values.get("rope_type"), values.get("type")) and longest and type(original) is int and original:
+        values.setdefault("factor", longest / original)
     reader = ConfigReader(values, path=f"{name}.")
     return Rope.from_parameters(reader, width, partial=partial, interleaved=interleaved)
 

@@ -117,6 +117,14 @@ class ConfigReader(Mapping[str, Any]):
             self.refuse(name, value, f"a list of whole numbers from {low} to {high}")
         return tuple(value)
 
+    def numbers(self, name: str, *, count: int, what: str, above: float, high: float) -> tuple[float, ...]:
+        """A list of `count` finite numbers, one for each `what`, larger than `above` and at most `high`."""
+        value = self.get(name)
+        items = value if isinstance(value, list | tuple) else ()
+        if len(items) != count or not all(_is_number(item) and _is_within(item, above, None, high) for item in items):
+            self.refuse(name, value, f"{count} finite numbers above {above:g}, at most {high:g}, one for each {what}")
+        return tuple(float(item) for item in items)
+
     def words(self, name: str, *, allowed: Sequence[str], count: str) -> tuple[str, ...]:
         """A list of words, as many as the setting `count` says."""
         value, size = self.get(name), self.integer(count)

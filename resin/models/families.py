@@ -27,6 +27,7 @@ FAMILIES = {
     "mistral": "resin.models.llama:Mistral",
     "mixtral": "resin.models.mixtral:Mixtral",
     "olmo2": "resin.models.olmo2:Olmo2",
+    "phi3": "resin.models.phi3:Phi3",
     "qwen2": "resin.models.qwen2:Qwen2",
     "qwen3": "resin.models.qwen3:Qwen3",
     "qwen3_moe": "resin.models.qwen3_moe:Qwen3Moe",

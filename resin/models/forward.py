@@ -30,19 +30,22 @@ class Pass:
         cache: what earlier tokens left, and what these leave.
         ops: how products are computed.
         axes: how weights and activations are cut over the mesh.
+        context_tokens: longest sequence that the cache is for, which some rotations go by.
     """
 
     tokens: Tokens
     cache: Cache
     ops: Ops
     axes: Axes = field(default_factory=Axes)
+    context_tokens: int = 0
     _rotations: dict[Rope, tuple[jax.Array, jax.Array]] = field(default_factory=dict, init=False)
 
     def rotation(self, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """cos and sin `[T, D/2]` of this pass, made once for all layers."""
         if rope not in self._rotations:
             # Without the barrier XLA fuses the sines into every layer's rotation and computes them again for each head.
-            self._rotations[rope] = lax.optimization_barrier(rope.rotation(self.tokens.positions))
+            rotation = rope.rotation(self.tokens.positions, self.context_tokens)
+            self._rotations[rope] = lax.optimization_barrier(rotation)
         return self._rotations[rope]
 
     def row_parallel(
@@ -69,7 +72,11 @@ class Pass:
 
 
 def dense_pass(
-    token_ids: jax.Array, *, axes: Axes | None = None, fp8_scales: Mapping[str, float] | None = None
+    token_ids: jax.Array,
+    *,
+    axes: Axes | None = None,
+    fp8_scales: Mapping[str, float] | None = None,
+    context_tokens: int | None = None,
 ) -> Pass:
     """One whole sequence in plain XLA, nothing remembered: for training, goldens and tests.
 
@@ -77,6 +84,9 @@ def dense_pass(
         token_ids: int32 [T].
         axes: of the mesh that it runs on; None for one device.
         fp8_scales: by cache group; its keys and values are rounded as a cache of 8-bit floats would round them.
+        context_tokens: as in `Pass`; None for this sequence's length.
     """
     tokens = Tokens.whole_sequence(token_ids)
-    return Pass(tokens, DenseCache(tokens.positions, fp8_scales or {}), XlaOps(), axes or Axes())
+    cache = DenseCache(tokens.positions, fp8_scales or {})
+    longest = len(token_ids) if context_tokens is None else context_tokens
+    return Pass(tokens, cache, XlaOps(), axes or Axes(), context_tokens=longest)

@@ -106,6 +106,7 @@ class LlamaLayer(nnx.Module):
         joint_qk_norm: normalise all query heads of a token at once, and all key heads.
         norms_before, norms_after: checkpoint names of the norms of what attention and mlp take, and of what they give.
         norm_order: of all of these norms.
+        qkv_names: checkpoint names of the products of queries, keys and values, or of one that is all three.
         residual_scale: factor on what attention and mlp give.
     """
 
@@ -114,6 +115,7 @@ class LlamaLayer(nnx.Module):
     norms_before: ClassVar[tuple[str, str] | None] = ("input_layernorm", "post_attention_layernorm")
     norms_after: ClassVar[tuple[str, str] | None] = None
     norm_order: ClassVar[NormOrder] = NormOrder.CAST_THEN_SCALE
+    qkv_names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, placement: Placement, index: int) -> None:
         name = f"model.layers.{index}"
@@ -140,6 +142,7 @@ class LlamaLayer(nnx.Module):
             norm_order=self.norm_order,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
+            inputs=self.qkv_names,
         )
         self.mlp = self.build_mlp(config, placement, index)
         self.attention_out_norm, self.mlp_out_norm = (norm(self.norms_after, place) for place in (0, 1))

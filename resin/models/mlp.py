@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from resin.models.assemblies import Joined, Transposed
+from resin.models.assemblies import Joined, Sections, Transposed
 from resin.models.axes import Axis
 from resin.models.declare import Placement
 from resin.models.forward import Pass
@@ -23,7 +23,7 @@ class GatedMLP(nnx.Module):
         hidden: width of the residual stream.
         width: width inside.
         gate: joins gate and up.
-        names: checkpoint names of gate, up and down.
+        names: checkpoint names of gate, up and down, or of one that is gate and up, and of down.
     """
 
     def __init__(
@@ -34,12 +34,16 @@ class GatedMLP(nnx.Module):
         hidden: int,
         width: int,
         gate: GateFunction = SILU,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         placement.split("intermediate_size", width)
-        gate_name, up_name, down_name = (f"{name}.{part}.weight" for part in names)
+        *inputs, down_name = (f"{name}.{part}.weight" for part in names)
         self.gate_up = Linear(
-            placement, (gate_name, up_name), (hidden, 2, width), assembly=Joined(2), axes=(None, None, Axis.FFN)
+            placement,
+            inputs,
+            (hidden, 2, width),
+            assembly=Joined(2) if len(inputs) == 2 else Sections(Joined(2), (width, width)),
+            axes=(None, None, Axis.FFN),
         )
         self.down = Linear(placement, down_name, (width, hidden), assembly=Transposed(), axes=(Axis.FFN, None))
         self.gate = gate

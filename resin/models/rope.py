@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,28 @@ from resin.models.config_reader import ConfigReader
 from resin.plan import InvalidRequest
 
 
+class Long(NamedTuple):
+    """Frequencies of sequences that may be longer than `above_tokens`."""
+
+    above_tokens: int
+    frequencies: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """One rotation.
 
     Attributes:
         frequencies: of each pair of dimensions; 0 for one that stands still.
-        factor: on cos and sin of pairs that turn (1 but for YaRN).
+        factor: on cos and sin of pairs that turn (1 but for YaRN and LongRoPE).
         lanes: which dimension of the checkpoint's heads each of the model's is; None where they are the same.
+        long: what takes the place of the frequencies where long sequences are served; None for nothing.
     """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
     lanes: tuple[int, ...] | None = None
+    long: Long | None = None
 
     @staticmethod
     def still(width: int) -> Rope:
@@ -81,11 +90,20 @@ class Rope:
         still = range(turning, width)
         rest = half - turning // 2
         lanes = (*firsts.tolist(), *still[:rest], *seconds.tolist(), *still[rest:])
-        return Rope(self.frequencies + (0.0,) * rest, self.factor, lanes)
+        still_pairs = (0.0,) * rest
+        long = self.long and Long(self.long.above_tokens, self.long.frequencies + still_pairs)
+        return replace(self, frequencies=self.frequencies + still_pairs, lanes=lanes, long=long)
 
-    def rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin, float32 `[T, D/2]`."""
-        frequencies = np.array(self.frequencies)
+    def rotation(self, positions: jax.Array, context_tokens: int = 0) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, float32 `[T, D/2]`.
+
+        Args:
+            positions: int32 [T].
+            context_tokens: longest sequence that is served, which all sequences turn alike for: keys stay in the cache
+                while theirs grows, and others begin with them.
+        """
+        is_long = self.long is not None and context_tokens > self.long.above_tokens
+        frequencies = np.array(self.long.frequencies if self.long is not None and is_long else self.frequencies)
         factors = jnp.asarray(np.where(frequencies == 0, 1.0, self.factor), jnp.float32)[None, :]
         angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
         return jnp.cos(angles) * factors, jnp.sin(angles) * factors
@@ -149,6 +167,21 @@ def _yarn_factor(given: ConfigReader, factor: float) -> float:
     return mscale(weight) / mscale(all_weight) if weight and all_weight else mscale(1.0)
 
 
+def _longrope(given: ConfigReader, width: int) -> Rope:
+    plain = _plain(given, width)
+    original = given.integer("original_max_position_embeddings", low=2)
+    factor = given.number("factor", above=0, high=1e6)
+    attention = given.number("attention_factor", default=None, above=0, high=1e3)
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    what = "pair of head_dim (or hidden_size / num_attention_heads) * partial_rotary_factor"
+    short, long = (
+        tuple((plain / given.numbers(name, count=width // 2, what=what, above=0, high=1e6)).tolist())
+        for name in ("short_factor", "long_factor")
+    )
+    return Rope(short, attention, long=Long(original, long))
+
+
 def _proportional(given: ConfigReader, width: int) -> Rope:
     turning = int(given.number("partial_rotary_factor", default=1.0, low=0, high=1) * width // 2)
     plain = _plain(given, width) / given.number("factor", default=1.0, low=1, high=1e6)
@@ -161,5 +194,6 @@ _KINDS = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
     "proportional": _proportional,
 }

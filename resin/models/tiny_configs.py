@@ -113,6 +113,23 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "mlp_only_layers": [1],
         "tie_word_embeddings": False,
     },
+    "phi3": {
+        **_COMMON,
+        "model_type": "phi3",
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [1.25, 3.0, 6.0],
+        },
+        "original_max_position_embeddings": 11,
+        "sliding_window": 9,
+        "tie_word_embeddings": False,
+    },
     "lfm2": {
         **_LFM2,
         "model_type": "lfm2",

@@ -187,7 +187,8 @@ def run_step(
         kernels=kernels,
         is_fresh=kind is ProgramKind.FRESH,
     )
-    run = Pass(tokens_in, cache, pick_ops(kernels), axes_of(spec.mesh))
+    axes, longest = axes_of(spec.mesh), spec.config.max_context_tokens
+    run = Pass(tokens_in, cache, pick_ops(kernels), axes, context_tokens=longest)
     model = spec.model.merge(weights)
     hidden = model(run)
     logits = model.logits(run, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))

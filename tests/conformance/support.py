@@ -42,6 +42,7 @@ NAMES = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
+    "phi3": "Phi-3, Phi-3.5, Phi-4",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2-MoE",
     "gemma2": "Gemma 2",

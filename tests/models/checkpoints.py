@@ -207,6 +207,24 @@ _GEMMA3 = {
     "rope_scaling": None,
     "rope_theta": 1_000_000,
 }
+_PHI = {
+    **_WRITTEN,
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32_000,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+}
+_PHI_LONG = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "sliding_window": 262_144,
+}
 _LFM2_WRITTEN = {
     "block_auto_adjust_ff_dim": True,
     "block_dim": 1024,
@@ -399,11 +417,44 @@ CASES: tuple[Case, ...] = (
         1.000,
     ),
     _other("google/gemma-3-4b-it", "gemma3", text_config=_GEMMA3),
-    _other("microsoft/Phi-3-mini-4k-instruct", "phi3", sliding_window=2047),
-    _other("microsoft/phi-4", "phi3"),
     Case("allenai/OLMo-2-0425-1B-Instruct", {**_OLMO2, **_shape(2048, 8192, 16, 16, 16, 100_352, 4096)}, 1.485),
     Case("allenai/OLMo-2-1124-7B-Instruct", {**_OLMO2, **_shape(4096, 11_008, 32, 32, 32, 100_352, 4096)}, 7.299),
     Case("allenai/OLMo-2-0325-32B-Instruct", {**_OLMO2, **_shape(5120, 27_648, 64, 40, 8, 100_352, 4096)}, 32.23),
+    Case(
+        "microsoft/Phi-3-mini-4k-instruct",
+        {**_PHI, **_shape(3072, 8192, 32, 32, 32, 32_064, 4096), "sliding_window": 2047},
+        3.821,
+    ),
+    Case(
+        "microsoft/Phi-3.5-mini-instruct",
+        {**_PHI, **_PHI_LONG, **_shape(3072, 8192, 32, 32, 32, 32_064, 131_072)},
+        3.821,
+    ),
+    Case(
+        "microsoft/phi-4",
+        {
+            **_PHI,
+            **_shape(5120, 17_920, 40, 40, 10, 100_352, 16_384),
+            "original_max_position_embeddings": 16_384,
+            "rope_theta": 250_000,
+            "sliding_window": None,
+        },
+        14.66,
+    ),
+    Case(
+        "microsoft/Phi-4-mini-instruct",
+        {
+            **_PHI,
+            **_PHI_LONG,
+            **_shape(3072, 8192, 32, 24, 8, 200_064, 131_072),
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+        },
+        3.836,
+    ),
     _other("ibm-granite/granite-3.3-8b-instruct", "granite", logits_scaling=16.0),
     _other("LGAI-EXAONE/EXAONE-4.0-32B", "exaone4"),
     _other("CohereLabs/c4ai-command-r-v01", "cohere", logit_scale=0.0625),
@@ -504,6 +555,15 @@ CASES: tuple[Case, ...] = (
         expert_used_count=8,
         expert_feed_forward_length=768,
         billions=30.53,
+    ),
+    _gguf(
+        "bartowski/phi-4-GGUF",
+        "phi3",
+        {**_shape(5120, 17_920, 40, 40, 10, 100_352, 16_384), "rope_theta": 250_000.0},
+        attention__sliding_window=0,
+        rope__dimension_count=128,
+        rope__scaling__original_context_length=16_384,
+        billions=14.66,
     ),
     _gguf(
         "bartowski/gemma-2-2b-it-GGUF",

@@ -118,6 +118,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("qwen2", {"max_window_layers": None}, (FULL, FULL, FULL), 7),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (FULL, SLIDING), 7),
         ("gemma2", {}, (SLIDING, FULL, SLIDING), 5),
+        ("phi3", {}, (SLIDING, SLIDING), 9),
+        ("phi3", {"sliding_window": None}, (FULL, FULL), None),
     ],
 )
 def test_windows_are_on_the_layers_that_the_family_gives_them(
@@ -162,12 +164,29 @@ def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
         ("mistral", {"hidden_act": "gelu"}),
         ("mixtral", {"attention_bias": True}),
         ("olmo2", {"clip_qkv": 8.0}),
+        ("phi3", {"attention_bias": True}),
+        ("phi3", {"lm_head_bias": True}),
+        ("phi3", {"full_attn_mod": 2}),
+        ("phi3", {"interpolate_factor": 4}),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(family: str, setting: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_config({**TINY_CONFIGS[family], **setting})
     assert caught.value.field in setting
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_phi_scales_positions_as_longrope_whatever_its_file_calls_it(kind: str) -> None:
+    tiny = TINY_CONFIGS["phi3"]
+    expected = read_config(tiny)[1].rope
+    assert read_config({**tiny, "rope_scaling": {**tiny["rope_scaling"], "type": kind}})[1].rope == expected
+    renamed = {**tiny, "rope_scaling": None, "rope_parameters": {**tiny["rope_scaling"], "rope_type": kind}}
+    assert read_config(renamed)[1].rope == expected
+    absent = {name: value for name, value in tiny.items() if name != "original_max_position_embeddings"}
+    assert read_config(absent)[1].rope.long.above_tokens == 4096
+    plain = read_config({**tiny, "rope_scaling": None})[1].rope
+    assert plain.long is None and plain.factor == 1 and plain.lanes is not None
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,42 @@ AS_TRANSFORMERS = [
 ]
 
 
+LONGROPE = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 8.0, 16.0]},
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.5,
+}
+
+
+def test_longrope_goes_by_the_longest_sequence_that_is_served() -> None:
+    rope = rope_of({"max_position_embeddings": 256, **LONGROPE}, 16, partial=1.0)
+    # What Phi3RotaryEmbedding of transformers 5.24 makes of it, up to 32 tokens and beyond.
+    short, long = (1.0, 0.0666666701, 0.00499999989, 0.000333333330), (0.5, 0.025, 0.00125, 0.0000625)
+    assert rope.factor == pytest.approx(1.26491106, rel=1e-6)
+    for context, expected in ((0, short), (32, short), (33, long), (256, long)):
+        cos, sin = rope.rotation(jnp.array([7], jnp.int32), context)
+        np.testing.assert_allclose(cos[0, :4], rope.factor * np.cos(7 * np.array(expected)), atol=1e-6)
+        np.testing.assert_allclose(sin[0, :4], rope.factor * np.sin(7 * np.array(expected)), atol=1e-6)
+        np.testing.assert_array_equal(np.stack([cos, sin])[:, 0, 4:], [[1] * 4, [0] * 4])
+
+
+def test_longrope_takes_its_factor_from_the_config_first() -> None:
+    scaling = {**LONGROPE["rope_scaling"], "factor": 4.0}  # type: ignore[dict-item]
+    given = {"max_position_embeddings": 256, **LONGROPE, "rope_scaling": scaling}
+    assert rope_of(given, 16, partial=1.0).factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(32)))
+    exact = {**given, "rope_scaling": {**scaling, "attention_factor": 1.5}}
+    assert rope_of(exact, 16, partial=1.0).factor == 1.5
+    assert rope_of({**LONGROPE, "max_position_embeddings": 32}, 16, partial=1.0).factor == 1
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+@pytest.mark.parametrize("value", [None, 1.0, [1.0] * 3, [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, "2"]])
+def test_factors_of_longrope_that_do_not_fit_are_refused(name: str, value: object) -> None:
+    scaling = {**LONGROPE["rope_scaling"], name: value}  # type: ignore[dict-item]
+    with pytest.raises(InvalidRequest, match=rf"rope_scaling\.{name}="):
+        rope_of({"max_position_embeddings": 256, **LONGROPE, "rope_scaling": scaling}, 16, partial=1.0)
+
+
 @pytest.mark.parametrize(("config", "second", "eighth", "factor"), AS_TRANSFORMERS)
 def test_configs_are_read_as_transformers_reads_them(
     config: dict[str, object], second: float, eighth: float, factor: float

@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
-from resin.models.loading.gguf_config import fit_llama3_rope, translate_gguf_config
+from resin.models.loading.gguf_config import LONG_DIVISORS, SHORT_DIVISORS, fit_llama3_rope, translate_gguf_config
 from resin.models.loading.gguf_header import GgufTensor
 from resin.models.loading.gguf_names import Change, PackedExperts, PlainExperts, Rule, Stored, name_gguf_tensors
 from resin.models.loading.gguf_split import open_parts
@@ -73,23 +73,34 @@ class GgufCheckpoint:
 
     def _translate_config(self) -> dict[str, Any]:
         config = translate_gguf_config(self._header)
+        rope = config["rope_parameters"]
+        if rope.get("rope_type") == "longrope":
+            named = {"long_factor": LONG_DIVISORS, "short_factor": SHORT_DIVISORS}
+            factors = {name: self._divisors(tensor, config).tolist() for name, tensor in named.items()}
+            return {**config, "rope_parameters": {**rope, **factors}}
         freqs = self._header.tensors.get("rope_freqs.weight")
         if freqs is None:
             return config
-        divisors = self._floats(self._bytes(freqs), freqs)
-        if divisors.shape != (config["head_dim"] // 2,):
-            raise CheckpointError(
-                self.location, f"shape {freqs.shape} is not one divisor a pair of head_dim", freqs.name
-            )
+        divisors = self._divisors(freqs.name, config)
         if (divisors == 1).all():
             return config
-        rope = config["rope_parameters"]
         if config["model_type"] != "llama" or rope["rope_type"] != "default":
             raise CheckpointError(self.location, "is read in a llama model without rope.scaling alone", freqs.name)
         try:
             return {**config, "rope_parameters": fit_llama3_rope(divisors, rope["rope_theta"])}
         except ValueError as error:
             raise CheckpointError(self.location, str(error), freqs.name) from error
+
+    def _divisors(self, name: str, config: Mapping[str, Any]) -> np.ndarray:
+        """Of the frequencies of a head's pairs that turn."""
+        tensor = self._header.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(self.location, "is missing", name)
+        divisors = self._floats(self._bytes(tensor), tensor)
+        pairs = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1)) // 2
+        if divisors.shape != (pairs,):
+            raise CheckpointError(self.location, f"shape {tensor.shape} is not one divisor a pair of head_dim", name)
+        return divisors
 
     def _info(self, rule: Rule) -> TensorInfo:
         tensors = self._header.tensors

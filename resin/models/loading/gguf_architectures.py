@@ -117,6 +117,15 @@ def _layer_types(metadata: Metadata, layers: int, period: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
+def _phi3(metadata: Metadata, config: Config) -> None:
+    config |= {
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "sliding_window": metadata.integer("attention.sliding_window", default=0, low=0) or None,
+        "original_max_position_embeddings": config["rope_parameters"].get("original_max_position_embeddings"),
+    }
+
+
 def _lfm2(metadata: Metadata, config: Config) -> None:
     kv_heads = metadata.per_layer("attention.head_count_kv", config["num_hidden_layers"])
     config |= {
@@ -156,6 +165,8 @@ def _gpt_oss(metadata: Metadata, config: Config) -> None:
     }
 
 
+# Architectures whose rotation may turn the first dimensions of a head alone.
+TURN_A_PART = frozenset({"phi3"})
 ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyType(
     {
         "llama": _llama,
@@ -165,6 +176,7 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyTy
         "qwen3moe": _qwen3moe,
         "gemma2": _gemma2,
         "gemma3": _gemma3,
+        "phi3": _phi3,
         "lfm2": _lfm2,
         "lfm2moe": _lfm2moe,
         "gpt-oss": _gpt_oss,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from resin.models.loading.checkpoint import CheckpointError
-from resin.models.loading.gguf_architectures import ARCHITECTURES, Config
+from resin.models.loading.gguf_architectures import ARCHITECTURES, TURN_A_PART, Config
 from resin.models.loading.gguf_header import GgufHeader
 from resin.models.loading.gguf_metadata import Metadata
 
@@ -44,6 +44,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "router_logit_softcapping": (0,),
     "use_parallel_residual": (False,),
 }
+# Tensors: what divides the frequencies of long and of short contexts.
+LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # What says nothing about the computation.
 _HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size")
 
@@ -81,8 +83,7 @@ def _common(metadata: Metadata) -> Config:
     heads = metadata.same("attention.head_count", layers)
     hidden = metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", default=max(hidden // heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        metadata.only(key, head_dim)
+    metadata.only("attention.value_length", head_dim)
     config: Config = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -93,7 +94,7 @@ def _common(metadata: Metadata) -> Config:
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", low=0),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_parameters": _rope_parameters(metadata),
+        "rope_parameters": _rope_parameters(metadata, head_dim),
     }
     if metadata.get("feed_forward_length") is not None:
         config["intermediate_size"] = metadata.same("feed_forward_length", layers)
@@ -115,9 +116,34 @@ def _kv_heads(metadata: Metadata, layers: int, heads: int) -> int:
     return counts.pop() if counts else heads
 
 
-def _rope_parameters(metadata: Metadata) -> Config:
-    """As llama.cpp reads it: a factor without a type is linear, and files of 2023 have it under an older name."""
+def _rope_parameters(metadata: Metadata, head_dim: int) -> Config:
+    """Of heads that turn whole, or by a part of their dimensions in architectures that do so."""
+    if metadata.architecture not in TURN_A_PART:
+        metadata.only("rope.dimension_count", head_dim)
+        return _rope_scaling(metadata)
+    turning = metadata.integer("rope.dimension_count", default=head_dim)
+    if turning > head_dim:
+        size = "attention.key_length or embedding_length / attention.head_count"
+        metadata.refuse("rope.dimension_count", turning, f"at most {size}, which is {head_dim}")
+    return {**_rope_scaling(metadata), "partial_rotary_factor": turning / head_dim}
+
+
+def _rope_scaling(metadata: Metadata) -> Config:
+    """As llama.cpp reads it: a factor without a type is linear, and files of 2023 have it under an older name.
+
+    Of LongRoPE, the divisors are tensors of the file.
+    """
     theta = metadata.number("rope.freq_base", default=10000.0, above=1)
+    if not {LONG_DIVISORS, SHORT_DIVISORS}.isdisjoint(metadata.header.tensors):
+        metadata.choice("rope.scaling.type", allowed=("none", "linear", "longrope"), default="linear")
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "attention_factor": metadata.number("rope.scaling.attn_factor", default=1.0, above=0),
+            "original_max_position_embeddings": metadata.integer(
+                "rope.scaling.original_context_length", default=metadata.integer("context_length")
+            ),
+        }
     factors = [metadata.number(key, default=0.0, low=0) for key in ("rope.scaling.factor", "rope.scale_linear")]
     factor = factors[0] or factors[1]
     kind = metadata.choice("rope.scaling.type", allowed=("none", "linear", "yarn"), default="linear")

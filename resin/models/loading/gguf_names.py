@@ -70,6 +70,14 @@ _LLAMA = _ATTENTION | _MLP | {"ffn_norm": "post_attention_layernorm"}
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AFTER = {kind: name for kind, name in _ATTENTION.items() if kind != "attn_norm"} | _MLP | _NORMS_AFTER
 _GEMMA = _ATTENTION | _MLP | _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_PHI3 = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _LFM2 = _ATTENTION | {
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -94,6 +102,7 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "phi3": _PHI3,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "gpt_oss": _GPT_OSS,
@@ -110,7 +119,7 @@ _PERMUTED = {"llama", "mixtral"}
 # Families whose files store 1 + w for the w of a norm.
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 # Tensors that hold no weights of the model itself: they are read into the config, or not at all.
-_NOT_WEIGHTS = {"rope_freqs.weight"}
+_NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _LISTED_EXPERT = re.compile(r"(ffn_\w+)\.(\d+)")  # of files before stacks
 

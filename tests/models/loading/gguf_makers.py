@@ -121,6 +121,31 @@ def _gemma(architecture: str, own_norms: dict[str, str]) -> GgufFile:
     return file
 
 
+def make_phi3() -> GgufFile:
+    """Three quarters of each head turn."""
+    file = start("phi3", tied=False)
+    file.key(attention__sliding_window=8, rope__dimension_count=HEAD // 4 * 3)
+    for layer in range(LAYERS):
+        stored, expected = f"blk.{layer}.", f"model.layers.{layer}."
+        rows = (HEADS + 2 * KV_HEADS) * HEAD
+        file.add(f"{stored}attn_qkv.weight", f"{expected}self_attn.qkv_proj.weight", rows, HIDDEN)
+        file.add(f"{stored}attn_output.weight", f"{expected}self_attn.o_proj.weight", HIDDEN, HEADS * HEAD)
+        file.add(f"{stored}ffn_up.weight", f"{expected}mlp.gate_up_proj.weight", 2 * FFN, HIDDEN)
+        file.add(f"{stored}ffn_down.weight", f"{expected}mlp.down_proj.weight", HIDDEN, FFN)
+        norms(file, layer, LLAMA_NORMS)
+    return file
+
+
+def make_phi3_long() -> GgufFile:
+    """With the divisors of LongRoPE."""
+    file = make_phi3()
+    file.key(rope__scaling__attn_factor=1.25, rope__scaling__original_context_length=64)
+    pairs = file.metadata["phi3.rope.dimension_count"] // 2
+    file.stored["rope_factors_long.weight"] = np.linspace(1, 4, pairs, dtype=np.float32)
+    file.stored["rope_factors_short.weight"] = np.linspace(1, 2, pairs, dtype=np.float32)
+    return file
+
+
 LFM2_MLP = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
 
 
@@ -209,6 +234,7 @@ MAKERS: dict[str, Callable[[], GgufFile]] = {
     "qwen3moe": make_qwen3moe,
     "gemma2": make_gemma2,
     "gemma3": make_gemma3,
+    "phi3": make_phi3,
     "lfm2": make_lfm2,
     "lfm2moe": make_lfm2moe,
     "gpt-oss": make_gpt_oss,
