@@ -2,6 +2,7 @@
 
 A layer's State holds the `taps` inputs before a sequence's next token, the oldest first, as rows of W elements; a state
 may span several pages. A sequence whose chunk has n tokens holds afterwards rows n to n + taps of (state, then chunk).
+Where it is not known yet how many of its tokens hold, every count of them leaves a state of its own: a copy.
 
 Reading and writing are one kernel because XLA fuses a gather from the arena into the scatter that follows, which then
 reads what it writes, so that it copies the whole arena first. Sequence b's rows are read and written by one program for
@@ -37,6 +38,7 @@ def shift_state(
     first_row: jax.Array | int,
     *,
     taps: int,
+    copies: int = 1,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Gives what came before each sequence's chunk, and leaves in the arena what comes before its next one.
@@ -44,18 +46,21 @@ def shift_state(
     Args:
         x: `[T, W]`, the chunks one after another.
         arena: `[num_pages, page_elements]` in any float, or uint16 that holds bfloat16 bits; updated in place.
-        input_pages, output_pages: int32 `[B * pages_per_state]`, where each state is and where it goes.
+        input_pages: int32 `[B * pages_per_state]`, where each state is.
+        output_pages: int32 `[B * copies * pages_per_state]`, where it goes.
         query_indptr: int32 `[B + 1]`, where chunks start and end in x.
         is_fresh: bool `[B]`, sequences that start here: zeros came before.
         first_row: int32 scalar, rows of W elements from a state's start to the layer's.
         taps: inputs that the filter sees before the current one.
+        copies: states that are left: one, after the whole chunk, or several, copy j after its first j + 1 tokens.
         interpret: run the kernel body in Pallas' interpreter.
 
     Returns:
         `[B, taps, W]` in x's dtype, the oldest first, and the arena.
     """
     width, sequences = x.shape[1], query_indptr.shape[0] - 1
-    spec = _Spec(taps, sequences, width, arena.shape[1] // width, input_pages.shape[0] // sequences, interpret)
+    pages_per_state = input_pages.shape[0] // sequences
+    spec = _Spec(taps, copies, sequences, width, arena.shape[1] // width, pages_per_state, interpret)
     columns = (input_pages, output_pages, query_indptr, is_fresh.astype(jnp.int32))
     first = jnp.asarray(first_row, jnp.int32).reshape(1)
     held, rows = _call(spec, x, *columns, first, arena.reshape(-1, width))
@@ -67,6 +72,7 @@ class _Spec:
     """Everything static about one call."""
 
     taps: int
+    copies: int
     sequences: int
     width: int
     rows_per_page: int
@@ -100,29 +106,35 @@ def _shift_state_kernel(x_ref, in_ref, out_ref, indptr_ref, fresh_ref, first_ref
     start, end = indptr_ref[sequence], indptr_ref[sequence + 1]
     is_kept = fresh_ref[sequence] == 0
 
-    def place(pages_ref, tap, wanted):
+    def place(pages_ref, tap, wanted, state):
         """Index of rows of the arena and mask, both of a tile: `tap` [rows] of the state where `wanted`."""
         row = first_ref[0] + tap
-        at = sequence * spec.pages_per_state + row // spec.rows_per_page
+        at = state * spec.pages_per_state + row // spec.rows_per_page
         page = plgpu.load(pages_ref.at[jnp.where(wanted, at, NOWHERE)], mask=wanted, other=0)
         row = jnp.where(page > 0, page * spec.rows_per_page + row % spec.rows_per_page, NOWHERE)
         return (row[:, None], lanes), (page > 0)[:, None] & inside
 
     def load_state(tap):
-        at, mask = place(in_ref, tap, (tap < spec.taps) & is_kept)
+        at, mask = place(in_ref, tap, (tap < spec.taps) & is_kept, sequence)
         return from_arena(plgpu.load(arena_ref.at[at], mask=mask, other=0), x_ref.dtype)
 
     wanted = (taps < spec.taps)[:, None] & inside
+
+    def state_at(end):
+        token = end - spec.taps + taps
+        is_new = (token >= start)[:, None] & wanted
+        at = jnp.where(token >= start, token, NOWHERE)[:, None], lanes
+        return jnp.where(is_new, plgpu.load(x_ref.at[at], mask=is_new, other=0), load_state(taps + end - start))
+
     at = jnp.where(taps < spec.taps, sequence * spec.taps + taps, NOWHERE)[:, None], lanes
     plgpu.store(held_ref.at[at], load_state(taps), mask=wanted)
-    token = end - spec.taps + taps
-    is_new = (token >= start)[:, None] & wanted
-    at = jnp.where(token >= start, token, NOWHERE)[:, None], lanes
-    after = jnp.where(is_new, plgpu.load(x_ref.at[at], mask=is_new, other=0), load_state(taps + end - start))
+    ends = [end] if spec.copies == 1 else [start + copy + 1 for copy in range(spec.copies)]
+    after = [state_at(end) for end in ends]
     if not spec.interpret:
         plgpu.debug_barrier()  # no thread writes what another still has to read: pages may be read and written here
-    at, mask = place(out_ref, taps, taps < spec.taps)
-    plgpu.store(arena_ref.at[at], to_arena(after, arena_ref.dtype), mask=mask)
+    for copy, state in enumerate(after):
+        at, mask = place(out_ref, taps, taps < spec.taps, sequence * spec.copies + copy)
+        plgpu.store(arena_ref.at[at], to_arena(state, arena_ref.dtype), mask=mask)
 
 
 def shift_state_ref(
@@ -135,6 +147,7 @@ def shift_state_ref(
     first_row: jax.Array | int,
     *,
     taps: int,
+    copies: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """The same in plain XLA, a gather and a scatter; page 0 is read and written as well.
 
@@ -142,11 +155,16 @@ def shift_state_ref(
     """
     starts, ends = query_indptr[:-1], query_indptr[1:]
     held, arena = read_states(arena, input_pages, is_fresh, first_row, rows=taps, width=x.shape[1], dtype=x.dtype)
-    ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)[None, :]
-    count = (ends - starts)[:, None]
-    recent = x.at[jnp.maximum(ends[:, None] - ages, 0)].get(mode="clip")
-    kept = jnp.take_along_axis(held, jnp.clip(taps + count - ages, 0, taps - 1)[:, :, None], axis=1)
-    after = jnp.where((count >= ages)[:, :, None], recent, kept)
+    counts = (ends - starts)[:, None]
+    if copies > 1:
+        counts = jnp.broadcast_to(jnp.arange(1, copies + 1, dtype=jnp.int32)[None, :], (starts.shape[0], copies))
+    ages = jnp.arange(taps, 0, -1, dtype=jnp.int32)
+    back = (
+        counts[:, :, None] - ages[None, None, :]
+    )  # of each tap of each copy, its place in the chunk; negative: in the state
+    recent = x.at[jnp.maximum(starts[:, None, None] + back, 0)].get(mode="clip")
+    kept = jax.vmap(lambda rows, at: rows[at])(held, jnp.clip(taps + back, 0, taps - 1))
+    after = jnp.where((back >= 0)[..., None], recent, kept).reshape(-1, taps, x.shape[1])
     return held, write_states(arena, output_pages, after, first_row)
 
 

@@ -11,7 +11,7 @@ from resin.plan.cache import CacheGroup, GroupGeometry, StateGroup
 from resin.plan.config import RunnerConfig
 from resin.plan.flags import SPECIAL, RowFlag
 from resin.plan.layout import HEADER, PAGED_COLUMNS, Header, PlanLayout, plan_layout
-from resin.plan.places import append_places, sequence_lengths, token_positions
+from resin.plan.places import append_places, token_positions
 from resin.plan.sampling import SAMPLING_COLUMNS
 
 NOBODY = -1  # the request of an empty place
@@ -67,8 +67,9 @@ class BatchPlan:
     """One phase-homogeneous step. Every array is a read-only view of `buffer`, padded to the bucket.
 
     Padded sequences have no tokens, slot `max_sequences` (scratch) and no flags; padded tokens have id 0, position 0
-    and append to page 0, which is scratch. In a decode plan sequence b is place b: an empty place between others is
-    padding as well, of one padded token, length 0 and no pages.
+    and append to page 0, which is scratch. In a decode plan sequence b is place b and owns `bucket.width` tokens, of
+    which its latest one and `drafts[b]` more are live at most; an empty place between others is padding as well, of
+    padded tokens, length 0 and no pages.
 
     Attributes:
         step: number of the plan, from 0.
@@ -124,14 +125,28 @@ class BatchPlan:
         return self.column("computed")
 
     @property
+    def drafts(self) -> np.ndarray:
+        """int32 [B], most tokens after the row's latest one that the row may try; in a decode plan of width 1 none."""
+        if self.bucket.width == 1:
+            return np.zeros(self.bucket.sequences, np.int32)
+        return self.column("drafts")
+
+    @property
+    def live_tokens(self) -> np.ndarray:
+        """int32 [B], tokens of each sequence that are not padding, drafts that there may be included; derived."""
+        if self.phase is Phase.DECODE:
+            return np.where(self.computed > 0, 1 + self.drafts, 0).astype(np.int32)
+        return np.diff(self.query_indptr)
+
+    @property
     def seq_lens(self) -> np.ndarray:
-        """int32 [B], tokens of the sequence after this step, as the host knows them; derived."""
-        return sequence_lengths(self.phase, self.computed, self.query_indptr)
+        """int32 [B], tokens of the sequence after this step, as the host knows them, at most; derived."""
+        return self.computed + self.live_tokens
 
     @property
     def positions(self) -> np.ndarray:
         """int32 [T], place of each token in its sequence; derived."""
-        return token_positions(self.bucket.tokens, self.computed, self.query_indptr)
+        return token_positions(self.bucket.tokens, self.computed, self.query_indptr, self.live_tokens)
 
     def append_places(self, group: str) -> tuple[np.ndarray, np.ndarray]:
         """int32 [T] pages and offsets where a History or Window group keeps each token's entry; derived.
@@ -141,7 +156,7 @@ class BatchPlan:
         spec, fill = next(pair for pair in self.group_specs if pair[0].name == group)
         assert not isinstance(spec, StateGroup)
         indptr, ids, firsts = (self.column(f"{field}:{group}") for field in PAGED_COLUMNS)
-        return append_places(spec, fill, (indptr, ids, firsts), self.query_indptr, self.seq_lens, self.positions)
+        return append_places(spec, fill, (indptr, ids, firsts), self.query_indptr, self.live_tokens, self.positions)
 
     @property
     def slots(self) -> np.ndarray:

@@ -21,7 +21,7 @@ class Bucket:
     Attributes:
         phase: prefill or decode.
         sequences: padded sequences B.
-        tokens: padded tokens T (B for plain decode).
+        tokens: padded tokens T; in decode `width` for each sequence.
         row_pages: page-row capacity of each cache group over the whole plan, in pages.
     """
 
@@ -29,6 +29,11 @@ class Bucket:
     sequences: int
     tokens: int
     row_pages: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Token places of a sequence in a decode plan: its latest token, and drafts that may follow it."""
+        return self.tokens // self.sequences if self.phase is Phase.DECODE else 1
 
     def holds(self, sequences: int, tokens: int, row_pages: Sequence[int]) -> bool:
         """True if a plan of these live counts fits."""
@@ -44,15 +49,15 @@ class Bucket:
 
 
 def smallest_bucket(
-    buckets: Sequence[Bucket], phase: Phase, sequences: int, tokens: int, row_pages: Sequence[int]
+    buckets: Sequence[Bucket], phase: Phase, sequences: int, tokens: int, row_pages: Sequence[int], *, width: int = 1
 ) -> Bucket | None:
-    """The first bucket of the phase that holds the counts, in table order; None if no bucket does.
+    """The first bucket of the phase and width that holds the counts, in table order; None if no bucket does.
 
     An empty table stands for a runner without compiled shapes: the plan keeps its exact size.
     """
     if not buckets:
         return Bucket(phase, sequences, tokens, tuple(row_pages))
     for bucket in buckets:
-        if bucket.phase is phase and bucket.holds(sequences, tokens, row_pages):
+        if bucket.phase is phase and bucket.width == width and bucket.holds(sequences, tokens, row_pages):
             return bucket
     return None

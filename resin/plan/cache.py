@@ -76,11 +76,14 @@ class StateGroup:
     Attributes:
         checkpoint_tokens: distance between states that the prefix cache keeps; rounded up to the
             alignment of the other groups.
+        copies: states that a sequence holds side by side: one for each token of a decode plan's row, since only the
+            step itself finds out how many of its drafts hold. Which of them is true, the device's slot knows.
     """
 
     name: str
     planes: tuple[Plane, ...]
     checkpoint_tokens: int = 512
+    copies: int = 1
 
 
 CacheGroup = HistoryGroup | WindowGroup | StateGroup
@@ -93,7 +96,7 @@ class GroupGeometry:
     Attributes:
         page_entries: entries a page holds (1 for a State).
         span_tokens: tokens a page stands for (0 for a State).
-        pages_per_state: pages that one State takes (0 for other groups).
+        pages_per_state: pages that one sequence's State takes, copies included (0 for other groups).
         waste: share of the page bytes that the group never uses.
     """
 
@@ -240,6 +243,8 @@ def _check_group(group: CacheGroup, arena_dtype: str) -> None:
         raise InvalidRequest(f"{group.name}.window_tokens", group.window_tokens, "at least 1")
     if isinstance(group, StateGroup) and group.checkpoint_tokens < 1:
         raise InvalidRequest(f"{group.name}.checkpoint_tokens", group.checkpoint_tokens, "at least 1")
+    if isinstance(group, StateGroup) and group.copies < 1:
+        raise InvalidRequest(f"{group.name}.copies", group.copies, "at least 1")
     if isinstance(group, StateGroup) and _entry_step(group, arena_dtype) > 1:
         widths = [plane.vector_bytes(arena_dtype) for plane in group.planes]
         raise InvalidRequest(f"{group.name}.planes", widths, "an order in which each plane starts on a whole vector")
@@ -266,7 +271,7 @@ def _fill(groups: Sequence[CacheGroup], arena_dtype: str, page_bytes: int, power
         size = entry_bytes(group, arena_dtype)
         if isinstance(group, StateGroup):
             pages = -(-size // page_bytes)
-            filled.append(GroupGeometry(1, 0, pages, 1 - size / (pages * page_bytes)))
+            filled.append(GroupGeometry(1, 0, pages * group.copies, 1 - size / (pages * page_bytes)))
             continue
         step = _entry_step(group, arena_dtype)
         steps = page_bytes // size // step

@@ -8,6 +8,9 @@ from resin.plan.buckets import Bucket, Phase
 from resin.plan.cache import CacheGeometry, CacheGroup, plan_geometry
 from resin.plan.errors import InvalidRequest
 
+MAX_OVERLAP = 4  # plans in flight while the next one is made
+MAX_DRAFT_TOKENS = 7  # attention computes up to 8 tokens of a sequence in one pass over its pages
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
@@ -22,6 +25,8 @@ class RunnerConfig:
         groups: the model's cache groups; empty for a runner that keeps its own cache.
         geometry: page geometry of the groups.
         buckets: compiled shapes, smallest first; empty for exact-size plans.
+        draft_tokens: most drafts that a row of a decode plan may try; 0 for a runner that drafts nothing. Decode
+            buckets are of width 1 or of this and 1.
         arena_dtype: dtype of the arena's elements.
     """
 
@@ -34,6 +39,7 @@ class RunnerConfig:
     geometry: CacheGeometry = plan_geometry((), arena_dtype="float32")
     buckets: tuple[Bucket, ...] = ()
     arena_dtype: str = "float32"
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, low in (("max_sequences", 1), ("max_context_tokens", 2), ("max_plan_tokens", 1)):
@@ -41,6 +47,11 @@ class RunnerConfig:
                 raise InvalidRequest(name, getattr(self, name), f"at least {low}")
         if self.max_penalised is not None and not 1 <= self.max_penalised <= self.max_sequences:
             raise InvalidRequest("max_penalised", self.max_penalised, f"1 to max_sequences ({self.max_sequences})")
+        if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InvalidRequest("draft_tokens", self.draft_tokens, f"0 to {MAX_DRAFT_TOKENS}")
+        widths = {bucket.width for bucket in self.buckets} - {1, 1 + self.draft_tokens}
+        if widths:
+            raise InvalidRequest("buckets", sorted(widths), f"decode buckets of width 1 or {1 + self.draft_tokens}")
         if len(self.geometry.groups) != len(self.groups):
             raise InvalidRequest(
                 "geometry", len(self.geometry.groups), f"one entry for each of {len(self.groups)} groups"

@@ -82,9 +82,10 @@ PAGED_COLUMNS = ("page_indptr", "page_ids", "first_position")
 def plan_layout(bucket: Bucket, groups: Sequence[CacheGroup], geometry: CacheGeometry) -> PlanLayout:
     """The layout of a bucket's buffer for a model's cache groups.
 
-    Columns: `header`; per token `token_ids`; per sequence `query_indptr` (B+1), the integer and the float columns; per
-    History or Window group g `page_indptr:g` (B+1), `first_position:g` (B); per State group `input_pages:g`,
-    `output_pages:g` (B * pages); and last, as by far the longest, `page_ids:g` of every History or Window group.
+    Columns: `header`; per token `token_ids`; per sequence `query_indptr` (B+1), the integer and the float columns and,
+    in decode buckets of width above 1, `drafts`; per History or Window group g `page_indptr:g` (B+1),
+    `first_position:g` (B); per State group `input_pages:g`, `output_pages:g` (B * pages); and last, as by far the
+    longest, `page_ids:g` of every History or Window group.
     Positions, lengths and where each new entry goes follow from these (`resin/runtime/places.py`).
     """
     return _plan_layout(bucket, tuple(groups), geometry)
@@ -110,6 +111,8 @@ def _plan_layout(bucket: Bucket, groups: tuple[CacheGroup, ...], geometry: Cache
         add(name, sequences)
     for name in SEQUENCE_FLOATS:
         add(name, sequences, "float32")
+    if bucket.width > 1:
+        add("drafts", sequences)
     for group, fill, _ in pairs:
         if isinstance(group, StateGroup):
             add(f"input_pages:{group.name}", sequences * fill.pages_per_state)

@@ -5,24 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from resin.plan.buckets import Phase
 from resin.plan.cache import GroupGeometry, HistoryGroup, WindowGroup
 
 
-def sequence_lengths(phase: Phase, computed: np.ndarray, query_indptr: np.ndarray) -> np.ndarray:
-    """int32 [B], tokens of each sequence after the step."""
-    lengths: np.ndarray = computed + np.diff(query_indptr)
-    if phase is Phase.DECODE:
-        lengths[computed == 0] = 0  # an empty place has a padded token
-    return lengths
-
-
-def token_positions(tokens: int, computed: np.ndarray, query_indptr: np.ndarray) -> np.ndarray:
-    """int32 [T], place of each token in its sequence; 0 for padding."""
+def token_positions(tokens: int, computed: np.ndarray, query_indptr: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """int32 [T], place of each token in its sequence; 0 for padding. `live` [B] tokens of each sequence are none."""
     positions = np.zeros(tokens, np.int32)
-    for row, start in enumerate(computed.tolist()):
-        first, stop = query_indptr[row : row + 2].tolist()
-        positions[first:stop] = np.arange(start, start + stop - first)
+    for first, start, count in zip(query_indptr.tolist(), computed.tolist(), live.tolist(), strict=False):
+        positions[first : first + count] = np.arange(start, start + count)
     return positions
 
 
@@ -31,20 +21,21 @@ def append_places(
     fill: GroupGeometry,
     pages: tuple[np.ndarray, np.ndarray, np.ndarray],
     query_indptr: np.ndarray,
-    lengths: np.ndarray,
+    live: np.ndarray,
     positions: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """int32 [T] pages and offsets of the entries that the tokens complete in a group; 0 for the others.
 
     Args:
         pages: the group's `page_indptr`, `page_ids` and `first_position`.
+        live: tokens of each sequence that are not padding.
     """
     page_indptr, page_ids, firsts = pages
     found, offsets = np.zeros((2, len(positions)), np.int32)
-    for row, length in enumerate(lengths.tolist()):
-        if not length:
+    for row, count in enumerate(live.tolist()):
+        if not count:
             continue
-        part = slice(*query_indptr[row : row + 2].tolist())
+        part = slice(int(query_indptr[row]), int(query_indptr[row]) + count)
         held, at = page_ids[page_indptr[row] : page_indptr[row + 1]], positions[part]
         complete = (at + 1) % spec.tokens_per_entry == 0
         found[part] = np.where(complete, held[(at - firsts[row]) // fill.span_tokens], 0)

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from resin.plan import Bucket, CacheGeometry, CacheGroup, GroupGeometry, Phase, StateGroup, WindowGroup
 from resin.plan.cache import REFERENCE_CONTEXT_TOKENS, pages_of_sequence
+from resin.plan.config import MAX_OVERLAP
 
 # Page ids that a plan carries at most beyond one full sequence: 256 KiB of the packed buffer for decode. Prefill packs
 # what is mostly new, and whose chunks fill the buffer already: 32 KiB, with 16-token pages contexts of 131072 tokens.
 MAX_ROW_PAGES = {Phase.DECODE: 1 << 16, Phase.PREFILL: 1 << 13}
+
+# Tokens of a step that checks drafts at most: beyond, a step costs what its tokens cost, and drafts gain nothing.
+MAX_VERIFY_TOKENS = 256
 
 MAX_GPU_SEQUENCES = 256
 CPU_SEQUENCES = 16
@@ -56,6 +60,7 @@ def build_buckets(
     prefill_tokens: Sequence[int],
     prefill_sequences: int,
     max_context_tokens: int,
+    draft_tokens: int = 0,
 ) -> tuple[Bucket, ...]:
     """Every bucket, smallest first within its phase. Attention loops as far as a plan's rows go, so one page-row
     capacity a bucket is enough.
@@ -66,28 +71,35 @@ def build_buckets(
         prefill_tokens: padded T of prefill buckets.
         prefill_sequences: most sequences in a prefill bucket; a bucket of T tokens takes at most T.
         max_context_tokens: longest sequence.
+        draft_tokens: drafts that a decode step checks of a sequence: a second decode bucket where there is room.
     """
+    # Rows hold pages for drafts that did not hold as well, of every plan in flight.
+    ahead = (MAX_OVERLAP + 1) * draft_tokens
 
     def bucket(phase: Phase, sequences: int, tokens: int) -> Bucket:
         pages = tuple(
-            _row_pages(group, fill, sequences, tokens, max_context_tokens, MAX_ROW_PAGES[phase])
+            _row_pages(group, fill, sequences, tokens, ahead, max_context_tokens, MAX_ROW_PAGES[phase])
             for group, fill in zip(groups, geometry.groups, strict=True)
         )
         return Bucket(phase, sequences, tokens, pages)
 
     prefill = [bucket(Phase.PREFILL, min(prefill_sequences, tokens), tokens) for tokens in prefill_tokens]
     decode = [bucket(Phase.DECODE, sequences, sequences) for sequences in decode_sequences]
+    if draft_tokens:
+        width = 1 + draft_tokens
+        wide = [sequences for sequences in decode_sequences if sequences * width <= MAX_VERIFY_TOKENS]
+        decode += [bucket(Phase.DECODE, sequences, sequences * width) for sequences in wide]
     return (*prefill, *decode)
 
 
 def _row_pages(
-    group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: int, max_context_tokens: int, most: int
+    group: CacheGroup, fill: GroupGeometry, sequences: int, tokens: int, ahead: int, max_context_tokens: int, most: int
 ) -> int:
     whole = pages_of_sequence(group, fill, max_context_tokens)
     if isinstance(group, StateGroup):
         return sequences * whole
     if isinstance(group, WindowGroup):
         # New tokens that are shared among the sequences may cut one page more of each.
-        within = min(whole + 1, -(-max_context_tokens // fill.span_tokens))
+        within = min(whole + 1 + -(-ahead // fill.span_tokens), -(-max_context_tokens // fill.span_tokens))
         return sequences * within + -(-tokens // fill.span_tokens)
     return max(whole, min(sequences * whole, most))

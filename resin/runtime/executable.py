@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,9 @@ from resin.models.ops import pick_ops
 from resin.models.weights import AbstractModel
 from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.table import Backend, Kernels, pick_kernels
-from resin.plan import ArenaSpec, Bucket, PlanLayout, RowFlag, RunnerConfig, plan_layout
+from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConfig, plan_layout
 from resin.plan.layout import HEADER
+from resin.runtime.drafting import Drafter, Verdict, draft_next, report, verify
 from resin.runtime.logprobs import Logprobs, no_logprobs, token_logprobs
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
@@ -40,9 +42,10 @@ REPLICATED = PartitionSpec()
 class StepOutput(NamedTuple):
     """What a step leaves for the host."""
 
-    token_ids: jax.Array  # int32 [B]
+    token_ids: jax.Array  # int32 [B, Q], a token for each of a row's places
     logprobs: Logprobs | None  # [B]; None if the program takes no special rows
     prompt: Logprobs | None  # [T], of the token that follows each; None if it does not, and in decode
+    drafting: jax.Array | None = None  # int32 [B, 3], a DraftReport of each row; None if the runner drafts nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class StepSpec:
         dtype: of the activations; float32 computes products in full float32.
         backend: of the kernels; None takes the platform's.
         has_fresh_prefill: whether prompts of which nothing is cached may attend without reading pages.
+        drafter: guesses at the tokens to come; None where the config has no drafts.
     """
 
     model: AbstractModel
@@ -64,6 +68,7 @@ class StepSpec:
     dtype: str
     backend: Backend | None = None
     has_fresh_prefill: bool = True
+    drafter: Drafter | None = None
 
     def kinds(self, bucket: Bucket) -> tuple[ProgramKind, ...]:
         """The programs of a bucket."""
@@ -98,7 +103,7 @@ class StepSpec:
         return (
             self.model.arguments(self.mesh),
             abstract_arena(arena, self.mesh),
-            abstract_slots(self.config, replicated),
+            abstract_slots(self.config, replicated, self.drafter),
             jax.ShapeDtypeStruct((words,), np.int32, sharding=replicated),
             (masks,) * mask_blocks(kind.special_counts(bucket)[-1]),
         )
@@ -143,7 +148,7 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
 def compile_load(spec: StepSpec) -> jax.stages.Compiled:
     """Compiles `load_slot` for the runner's slot table, which is donated."""
     replicated = NamedSharding(spec.mesh, REPLICATED)
-    slots = abstract_slots(spec.config, replicated)
+    slots = abstract_slots(spec.config, replicated, spec.drafter)
 
     def argument(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
@@ -153,12 +158,13 @@ def compile_load(spec: StepSpec) -> jax.stages.Compiled:
         argument((), np.int32),
         argument((LOAD_TOKENS,), np.int32),
         argument((LOAD_TOKENS,), np.bool_),
-        argument((), np.bool_),
+        argument((), np.int32),
         argument(slots.bias_ids.shape[1:], np.int32),
         argument(slots.bias_values.shape[1:], np.float32),
         argument(slots.stop_ids.shape[1:], np.int32),
     )
-    return jax.jit(load_slot, donate_argnums=0, out_shardings=replicated).lower(slots, *arguments).compile()
+    load = partial(load_slot, spec.drafter)
+    return jax.jit(load, donate_argnums=0, out_shardings=replicated).lower(slots, *arguments).compile()
 
 
 def run_step(
@@ -175,7 +181,6 @@ def run_step(
     """The traced body: one device's view of a step."""
     specs = list(zip(spec.config.groups, spec.config.geometry.groups, strict=True))
     columns, tokens_in = derive(unpack(layout, buffer), slots, bucket, specs)
-    ends = columns["query_indptr"][1:]
     kernels = spec.kernels()
     cache = PagedCache(
         phase=bucket.phase,
@@ -191,13 +196,16 @@ def run_step(
     run = Pass(tokens_in, cache, pick_ops(kernels), axes, context_tokens=longest)
     model = spec.model.merge(weights)
     hidden = model(run)
-    logits = model.logits(run, hidden.at[jnp.maximum(ends - 1, 0)].get(mode="clip"))
+    wanted = hidden
+    if bucket.phase is Phase.PREFILL:
+        wanted = hidden.at[jnp.maximum(columns["query_indptr"][1:] - 1, 0)].get(mode="clip")
+    logits = model.logits(run, wanted)
     sampled = sample(logits, columns, slots, masks, kernels, kind.special_counts(bucket))
     prompt = None
     if kind.has_prompt_logprobs(bucket):
         prompt = _prompt_logprobs(model, run, columns, hidden)
-    slots = _store(sampled.slots, columns, sampled.tokens)
-    return cache.arena, slots, StepOutput(sampled.tokens, sampled.logprobs, prompt)
+    slots, drafting = _store(spec.drafter, sampled.slots, columns, bucket, sampled.tokens)
+    return cache.arena, slots, StepOutput(sampled.tokens, sampled.logprobs, prompt, drafting)
 
 
 def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
@@ -209,13 +217,29 @@ def unpack(layout: PlanLayout, buffer: jax.Array) -> Mapping[str, jax.Array]:
     return columns
 
 
-def _store(slots: SlotTable, columns: Mapping[str, jax.Array], tokens: jax.Array) -> SlotTable:
-    """Notes the token and the length of every row in its slot; rows that emit nothing leave a token that nobody reads.
+def _store(
+    drafter: Drafter | None, slots: SlotTable, columns: Mapping[str, jax.Array], bucket: Bucket, tokens: jax.Array
+) -> tuple[SlotTable, jax.Array | None]:
+    """Notes the latest token and the length of every row in its slot, and what may follow; rows that emit nothing leave
+    a token that nobody reads.
 
     A plan in flight may read the token of a row that a fault has ended.
     """
-    latest = jnp.stack([jnp.maximum(tokens, 0), columns["seq_lens"]], axis=1)
-    return replace(slots, latest=slots.latest.at[columns["slots"]].set(latest))
+    lengths, kept, rows = columns["seq_lens"], jnp.zeros_like(columns["seq_lens"]), columns["slots"]
+    report_of_rows = None
+    if drafter is not None and slots.drafting is not None:
+        verdict = Verdict(kept, kept, kept)
+        if bucket.phase is Phase.DECODE:
+            verdict = verify(tokens, slots.drafting, columns)
+            kept = verdict.kept
+            lengths = lengths - (columns["live_tokens"] - 1 - kept) * (columns["live_tokens"] > 0)
+        emits = (columns["row_flags"] & RowFlag.EMIT) != 0
+        counts = jnp.where(emits, 1 + kept, 0)
+        drafting, ready = draft_next(drafter, slots.drafting, columns, tokens, lengths, counts)
+        slots, report_of_rows = replace(slots, drafting=drafting), report(verdict, ready)
+    last = jnp.take_along_axis(tokens, kept[:, None], axis=1)[:, 0]
+    latest = jnp.stack([jnp.maximum(last, 0), lengths, kept], axis=1)
+    return replace(slots, latest=slots.latest.at[rows].set(latest)), report_of_rows
 
 
 def _prompt_logprobs(model: Model, run: Pass, columns: Mapping[str, jax.Array], hidden: jax.Array) -> Logprobs:

@@ -22,6 +22,7 @@ from resin.plan.cache import with_kv_dtype
 from resin.recipes.tokenizer import find_tokenizer
 from resin.runtime.bucket_table import CPU_SEQUENCES, build_buckets, decode_sizes, prefill_sizes, sequences_that_fit
 from resin.runtime.compile_cache import use_compile_cache
+from resin.runtime.drafting import PromptLookup
 from resin.runtime.executable import StepSpec
 from resin.runtime.ledger import device_limit_bytes
 from resin.runtime.mesh import build_mesh, platform_of
@@ -177,7 +178,7 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
     prefill = options.prefill_tokens or prefill_sizes(platform, plan_tokens)
     backend = None if options.kernels is None else Backend(options.kernels)
     arena_dtype = _arena_dtype(options, platform, placement.dtype, backend)
-    groups = _space_checkpoints(model_class.cache_groups(config, placement), options.checkpoint_tokens)
+    groups = _fit_states(model_class.cache_groups(config, placement), options)
     if options.kv_dtype is not None:
         groups = with_kv_dtype(groups, options.kv_dtype, scale=options.kv_scale, arena_dtype=arena_dtype)
     geometry = plan_geometry(groups, arena_dtype=arena_dtype, page_tokens=options.page_tokens)
@@ -204,10 +205,14 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
             prefill_tokens=prefill,
             prefill_sequences=min(options.prefill_sequences, sequences),
             max_context_tokens=context,
+            draft_tokens=options.draft_tokens,
         ),
         arena_dtype=arena_dtype,
+        draft_tokens=options.draft_tokens,
     )
-    return StepSpec(abstract, runner_config, mesh, placement.dtype, backend, options.fresh_attention == "cudnn")
+    drafter = PromptLookup() if options.draft_tokens else None
+    is_fresh = options.fresh_attention == "cudnn"
+    return StepSpec(abstract, runner_config, mesh, placement.dtype, backend, is_fresh, drafter)
 
 
 def _max_penalised(options: RunnerOptions, sequences: int, vocab_size: int) -> int:
@@ -231,10 +236,13 @@ def _arena_dtype(options: RunnerOptions, platform: str, dtype: str, backend: Bac
     return chosen
 
 
-def _space_checkpoints(groups: tuple[CacheGroup, ...], checkpoint_tokens: int | None) -> tuple[CacheGroup, ...]:
-    if checkpoint_tokens is None:
-        return groups
-    return tuple(
-        replace(group, checkpoint_tokens=checkpoint_tokens) if isinstance(group, StateGroup) else group
-        for group in groups
-    )
+def _fit_states(groups: tuple[CacheGroup, ...], options: RunnerOptions) -> tuple[CacheGroup, ...]:
+    """The groups, States with the checkpoints that the options ask for and a copy for each token of a row."""
+
+    def fit(group: CacheGroup) -> CacheGroup:
+        if not isinstance(group, StateGroup):
+            return group
+        checkpoints = options.checkpoint_tokens or group.checkpoint_tokens
+        return replace(group, checkpoint_tokens=checkpoints, copies=1 + options.draft_tokens)
+
+    return tuple(map(fit, groups))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from resin.plan import InvalidRequest
 from resin.plan.cache import FP8_DTYPE
+from resin.plan.config import MAX_DRAFT_TOKENS
 
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("triton", "reference", "interpret")
@@ -37,6 +38,9 @@ class RunnerOptions:
         decode_sequences: padded sequence counts of the decode buckets; None picks them up to max_sequences.
         prefill_tokens: padded token counts of the prefill buckets; None picks them up to max_plan_tokens.
         prefill_sequences: sequences that one prefill step packs at most.
+        draft_tokens: drafts that a decode step checks of a sequence at most, 0 to 7: guesses at its next tokens, from
+            what followed the same words before. They change no token; buckets of up to 256 tokens get a second
+            program, and a step checks drafts where that is the faster way by what has been measured.
         page_tokens: tokens a page; None searches for the least waste.
         checkpoint_tokens: distance of the State checkpoints that the prefix cache keeps; None takes the model's own.
         cache_bytes: arena bytes a device at most; None takes 1 GiB on CPU and nine tenths of what is free on GPU.
@@ -65,6 +69,7 @@ class RunnerOptions:
     decode_sequences: tuple[int, ...] | None = None
     prefill_tokens: tuple[int, ...] | None = None
     prefill_sequences: int = 16
+    draft_tokens: int = 0
     page_tokens: int | None = None
     checkpoint_tokens: int | None = None
     cache_bytes: int | None = None
@@ -102,6 +107,8 @@ class RunnerOptions:
             value = getattr(self, name)
             if not (value is None and name in optional) and (not isinstance(value, int) or value < least):
                 raise InvalidRequest(name, value, f"an integer of at least {least}")
+        if self.draft_tokens not in range(MAX_DRAFT_TOKENS + 1):
+            raise InvalidRequest("draft_tokens", self.draft_tokens, f"0 to {MAX_DRAFT_TOKENS}")
         for name in ("decode_sequences", "prefill_tokens"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):

@@ -14,6 +14,7 @@ from jax import lax
 
 from resin.models.tokens import Tokens
 from resin.plan import Bucket, CacheGroup, GroupGeometry, HistoryGroup, Phase, RowFlag, StateGroup, WindowGroup
+from resin.runtime.drafting import count_ready
 from resin.runtime.slots import SlotTable
 
 Columns = Mapping[str, jax.Array]
@@ -24,15 +25,22 @@ def derive(
 ) -> tuple[dict[str, jax.Array], Tokens]:
     """The plan's columns with what follows from them, and its tokens.
 
-    Added: `seq_lens` [B], tokens of each sequence after the step, 0 for padding; `positions` [T]; `append_pages:g` and
+    Added: `live_tokens` [B], how many of a sequence's tokens are not padding; `seq_lens` [B], tokens of each sequence
+    after the step if all of them hold, 0 for padding; `draws` [B * width], position of the token that is drawn at each
+    place; `state_copy` [B], which copy of its States a decoding row goes on from; `positions` [T]; `append_pages:g` and
     `append_offsets:g` [T] of every History and Window group g.
     """
-    tokens, indptr = tokens_of(columns, slots, bucket), columns["query_indptr"]
+    indptr = columns["query_indptr"]
     if bucket.phase is Phase.DECODE:
-        lengths = jnp.where(tokens.live, tokens.positions + 1, 0)
+        before, tokens = decode_tokens(columns, slots, bucket)
+        live = tokens.live.reshape(bucket.sequences, -1).sum(axis=1, dtype=jnp.int32)
+        lengths = jnp.where(live > 0, before + live, 0)
+        draws = (before[:, None] + 1 + jnp.arange(bucket.width, dtype=jnp.int32)[None, :]).reshape(-1)
     else:
-        lengths = columns["computed"] + indptr[1:] - indptr[:-1]
-    derived = {**columns, "positions": tokens.positions, "seq_lens": lengths}
+        tokens, live = prefill_tokens(columns, bucket), indptr[1:] - indptr[:-1]
+        draws = lengths = columns["computed"] + live
+    derived = {**columns, "positions": tokens.positions, "seq_lens": lengths, "live_tokens": live, "draws": draws}
+    derived["state_copy"] = slots.latest[columns["slots"], 2]
     for group, fill in specs:
         if not isinstance(group, StateGroup):
             pages, offsets = places_of(columns, group, fill, tokens)
@@ -40,17 +48,29 @@ def derive(
     return derived, tokens
 
 
-def tokens_of(columns: Columns, slots: SlotTable, bucket: Bucket) -> Tokens:
-    """Ids, positions and sequences of the plan's tokens."""
-    at = jnp.arange(bucket.tokens, dtype=jnp.int32)
-    if bucket.phase is Phase.DECODE:  # one token a sequence
-        live = columns["computed"] > 0  # nothing at an empty place
-        from_slot = (columns["row_flags"] & RowFlag.FROM_SLOT) != 0
-        latest = slots.latest[columns["slots"]]
-        ids = jnp.where(from_slot, latest[:, 0], columns["token_ids"])
-        before = jnp.where(from_slot, latest[:, 1], columns["computed"])
-        return Tokens(ids, jnp.where(live, before, 0), at, live)
-    indptr = columns["query_indptr"]
+def decode_tokens(columns: Columns, slots: SlotTable, bucket: Bucket) -> tuple[jax.Array, Tokens]:
+    """Tokens of each sequence before the plan, int32 [B], and the plan's: each row's latest, then its drafts."""
+    is_row = columns["computed"] > 0  # nothing at an empty place
+    from_slot = (columns["row_flags"] & RowFlag.FROM_SLOT) != 0
+    latest = slots.latest[columns["slots"]]
+    ids = jnp.where(from_slot, latest[:, 0], columns["token_ids"][:: bucket.width])[:, None]
+    before = jnp.where(is_row, jnp.where(from_slot, latest[:, 1], columns["computed"]), 0)
+    live = is_row[:, None]
+    if bucket.width > 1:
+        assert slots.drafting is not None
+        drafts = slots.drafting.tokens[columns["slots"]]
+        tried = jnp.minimum(count_ready(drafts), columns["drafts"])[:, None]
+        ids = jnp.concatenate([ids, jnp.maximum(drafts, 0)], axis=1)
+        live = live & (jnp.arange(bucket.width, dtype=jnp.int32)[None, :] <= tried)
+    places = jnp.arange(bucket.width, dtype=jnp.int32)[None, :]
+    positions = jnp.where(live, before[:, None] + places, 0)
+    row = jnp.arange(bucket.tokens, dtype=jnp.int32) // bucket.width
+    return before, Tokens(ids.reshape(-1), positions.reshape(-1), row, live.reshape(-1))
+
+
+def prefill_tokens(columns: Columns, bucket: Bucket) -> Tokens:
+    """Ids, positions and sequences of a prefill plan's tokens."""
+    indptr, at = columns["query_indptr"], jnp.arange(bucket.tokens, dtype=jnp.int32)
     row = jnp.minimum(_row_of(indptr, at), bucket.sequences - 1)
     live = at < indptr[-1]
     positions = jnp.where(live, (columns["computed"] - indptr[:-1])[row] + at, 0)

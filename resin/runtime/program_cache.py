@@ -81,6 +81,7 @@ class ProgramCache:
             spec.dtype,
             spec.kernels().backend,
             spec.has_fresh_prefill,
+            spec.drafter,
         )
         return ProgramCache(directory, max_bytes, "\n".join(map(repr, parts)), devices, is_writable)
 

@@ -24,6 +24,7 @@ from resin.plan import (
     StepTimes,
 )
 from resin.plan.layout import HEADER
+from resin.plan.output import DRAFT_REPORT
 from resin.runtime.arena import DeviceState, allocate
 from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
@@ -226,7 +227,7 @@ class ModelRunner:
     def _account(self, arena_bytes: int) -> MemoryLedger:
         """The ledger of an arena of this size and the programs that exist."""
         mesh = self._spec.mesh
-        slots = abstract_slots(self.config, jax.sharding.NamedSharding(mesh, REPLICATED))
+        slots = abstract_slots(self.config, jax.sharding.NamedSharding(mesh, REPLICATED), self._spec.drafter)
         masks = 4 * self._mask_words * MASK_ROWS
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots)) + masks
         weights = self._spec.model.device_nbytes(mesh)
@@ -255,7 +256,7 @@ class ModelRunner:
         replicated = jax.sharding.NamedSharding(mesh, REPLICATED)
         state = self._state
         state.no_masks = jax.device_put(np.zeros((MASK_ROWS, self._mask_words), np.int32), replicated)
-        state.slots = allocate(abstract_slots(self.config, replicated))
+        state.slots = allocate(abstract_slots(self.config, replicated, self._spec.drafter))
         state.arena = allocate(abstract_arena(arena, mesh))
 
     @property
@@ -325,11 +326,16 @@ class ModelRunner:
     def collect(self, handle: StepHandle) -> ForwardOutput:
         """Waits for a plan's results."""
         plan, output = handle.plan, handle.output
-        emits = np.flatnonzero(plan.emits)
-        indptr = np.zeros(plan.num_sequences + 1, np.int32)
-        np.cumsum(plan.emits, out=indptr[1:])
-        flags = np.bitwise_or.reduce(plan.row_flags)
+        counts = plan.emits.astype(np.int32)
         fields: dict[str, np.ndarray] = {}
+        if output.drafting is not None:
+            drafting = fields["drafting"] = np.asarray(output.drafting)[: plan.num_sequences]
+            if plan.bucket.width > 1:
+                counts *= 1 + drafting[:, DRAFT_REPORT.agreed]
+        indptr = np.zeros(plan.num_sequences + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        emits = np.repeat(np.arange(plan.num_sequences), counts)  # of rows with logprobs each one token
+        flags = np.bitwise_or.reduce(plan.row_flags)
         if flags & RowFlag.LOGPROBS:
             assert output.logprobs is not None
             chosen, top_ids, top = (np.asarray(leaf)[emits] for leaf in output.logprobs)
@@ -340,7 +346,8 @@ class ModelRunner:
         for name in ("top_ids", "top_logprobs", "prompt_top_ids", "prompt_top_logprobs"):
             if name in fields:
                 fields[name] = fields[name][:, : plan.top_logprobs]
-        token_ids = np.asarray(output.token_ids)[emits]
+        tokens = np.asarray(output.token_ids)[: plan.num_sequences]
+        token_ids = tokens[np.arange(tokens.shape[1])[None, :] < counts[:, None]]
         self._state.forget(handle.results)
         return ForwardOutput(token_ids=token_ids, token_indptr=indptr, **fields)
 
@@ -382,6 +389,8 @@ def _wanted(plan: BatchPlan, output: StepOutput) -> list[jax.Array]:
     """Outputs that this plan's rows asked for; the rest stays on the device."""
     flags = np.bitwise_or.reduce(plan.row_flags)
     leaves = [output.token_ids]
+    if output.drafting is not None:
+        leaves.append(output.drafting)
     if flags & RowFlag.LOGPROBS:
         assert output.logprobs is not None
         leaves += output.logprobs

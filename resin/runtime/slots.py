@@ -15,6 +15,7 @@ from jax import lax
 
 from resin.plan import RunnerConfig, SlotLoad
 from resin.plan.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from resin.runtime.drafting import Drafter, Drafting, abstract_drafting
 
 # A count holds the number of output occurrences, and in one bit whether the prompt holds the token.
 PROMPT_BIT = 1 << 14
@@ -31,13 +32,14 @@ class SlotTable:
     """One row a slot; the last row is scratch for padded sequences. S slots, C rows of counts, V tokens.
 
     Attributes:
-        latest: int32 [S + 1, 2], the token that the slot emitted last, and the tokens of its sequence after its latest
-            plan.
+        latest: int32 [S + 1, 3], the token that the slot emitted last, the tokens of its sequence after its latest
+            plan, and which copy of its States is true: how many drafts the plan kept.
         count_row: int32 [S + 1], the slot's row of `counts`.
         counts: int16 [C + 1, V], output occurrences and the prompt bit; the last row is scratch.
         bias_ids: int32 [S + 1, 320], V where unused.
         bias_values: float32 [S + 1, 320].
         stop_ids: int32 [S + 1, 16], V where unused.
+        drafting: what may come next; None in a runner that drafts nothing.
     """
 
     latest: jax.Array
@@ -46,9 +48,10 @@ class SlotTable:
     bias_ids: jax.Array
     bias_values: jax.Array
     stop_ids: jax.Array
+    drafting: Drafting | None = None
 
 
-def abstract_slots(config: RunnerConfig, sharding: jax.sharding.Sharding) -> SlotTable:
+def abstract_slots(config: RunnerConfig, sharding: jax.sharding.Sharding, drafter: Drafter | None = None) -> SlotTable:
     """Shapes of a table."""
     rows = config.max_sequences + 1
 
@@ -56,12 +59,13 @@ def abstract_slots(config: RunnerConfig, sharding: jax.sharding.Sharding) -> Slo
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     return SlotTable(
-        latest=shape(rows, 2),
+        latest=shape(rows, 3),
         count_row=shape(rows),
         counts=shape(config.count_rows + 1, config.vocab_size, dtype=COUNT_DTYPE),
         bias_ids=shape(rows, MAX_LOGIT_BIAS),
         bias_values=shape(rows, MAX_LOGIT_BIAS, dtype=np.float32),
         stop_ids=shape(rows, MAX_STOP_TOKENS),
+        drafting=None if drafter is None else abstract_drafting(drafter, config, sharding),
     )
 
 
@@ -73,7 +77,7 @@ class SlotLoadArrays:
     count_row: np.ndarray  # int32 []
     tokens: np.ndarray  # int32 [LOAD_TOKENS], V where unused
     prompt: np.ndarray  # bool [LOAD_TOKENS]
-    first: np.ndarray  # bool [], clear the row of counts first
+    start: np.ndarray  # int32 [], position of the first of them
     bias_ids: np.ndarray  # int32 [320]
     bias_values: np.ndarray  # float32 [320]
     stop_ids: np.ndarray  # int32 [16]
@@ -97,7 +101,7 @@ def load_arguments(load: SlotLoad, vocab_size: int) -> list[SlotLoadArrays]:
             count_row=np.asarray(load.count_row, np.int32),
             tokens=padded(token_ids[start : start + LOAD_TOKENS], LOAD_TOKENS, vocab_size, np.int32),
             prompt=np.arange(start, start + LOAD_TOKENS) < load.prompt_tokens,
-            first=np.asarray(start == 0),
+            start=np.asarray(start, np.int32),
             bias_ids=padded(load.bias_ids, MAX_LOGIT_BIAS, vocab_size, np.int32),
             bias_values=padded(load.bias_values, MAX_LOGIT_BIAS, 0.0, np.float32),
             stop_ids=padded(load.stop_ids, MAX_STOP_TOKENS, vocab_size, np.int32),
@@ -107,23 +111,28 @@ def load_arguments(load: SlotLoad, vocab_size: int) -> list[SlotLoadArrays]:
 
 
 def load_slot(
+    drafter: Drafter | None,
     slots: SlotTable,
     slot: jax.Array,
     count_row: jax.Array,
     tokens: jax.Array,
     prompt: jax.Array,
-    first: jax.Array,
+    start: jax.Array,
     bias_ids: jax.Array,
     bias_values: jax.Array,
     stop_ids: jax.Array,
 ) -> SlotTable:
     """Replaces what a slot holds (but its last token and length) by a request's tokens, bias and stop ids."""
-    vocab_size = slots.counts.shape[1]
-    row = jnp.where(first, 0, lax.dynamic_slice(slots.counts, (count_row, 0), (1, vocab_size))[0].astype(jnp.int32))
+    vocab_size, drafting = slots.counts.shape[1], slots.drafting
+    held = lax.dynamic_slice(slots.counts, (count_row, 0), (1, vocab_size))[0].astype(jnp.int32)
+    row = jnp.where(start == 0, 0, held)
     outputs = (row & MAX_COUNT).at[tokens].add(jnp.where(prompt, 0, 1), mode="drop")
     # Padding points past the vocabulary, so only real tokens set the bit.
     in_prompt = ((row & PROMPT_BIT) != 0).at[jnp.where(prompt, tokens, vocab_size)].set(True, mode="drop")
     row = jnp.minimum(outputs, MAX_COUNT) | jnp.where(in_prompt, PROMPT_BIT, 0)
+    if drafter is not None and drafting is not None:
+        at = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        drafting = drafting._replace(memory=drafter.note(drafting.memory, slot[None], at[None], tokens[None]))
     return SlotTable(
         latest=slots.latest,
         count_row=slots.count_row.at[slot].set(count_row),
@@ -131,6 +140,7 @@ def load_slot(
         bias_ids=slots.bias_ids.at[slot].set(bias_ids),
         bias_values=slots.bias_values.at[slot].set(bias_values),
         stop_ids=slots.stop_ids.at[slot].set(stop_ids),
+        drafting=drafting,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -35,10 +36,8 @@ def program(config: RunnerConfig, bucket: Bucket):  # type: ignore[no-untyped-de
 
 def slot_table(config: RunnerConfig, latest: np.ndarray) -> SlotTable:
     shapes = abstract_slots(config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    zeros = {
-        name: jnp.zeros(leaf.shape, leaf.dtype) for name in SlotTable.__slots__ for leaf in [getattr(shapes, name)]
-    }
-    return SlotTable(**{**zeros, "latest": jnp.asarray(latest, jnp.int32)})
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return replace(zeros, latest=jnp.asarray(np.pad(latest, ((0, 0), (0, 1))), jnp.int32))
 
 
 def derived(config: RunnerConfig, plan: BatchPlan, latest: np.ndarray) -> tuple[Mapping[str, np.ndarray], np.ndarray]:

@@ -34,7 +34,7 @@ def kept_jit(values: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     return kept_tokens(values, Draw(jnp.ones(ROWS), top_k, top_p, min_p, none, none, none))
 
 
-load_jit = jax.jit(load_slot)
+load_jit = jax.jit(partial(load_slot, None))
 
 
 def empty_slots(config: RunnerConfig = CONFIG) -> SlotTable:
@@ -63,12 +63,12 @@ def draw(
             slots = load(slots, sequence)
     blocks = blocks_of([masks[row] for row in sorted(masks)], ROWS)
     sampled = sample_jit(jnp.asarray(logits), columns, slots, blocks)
-    return np.asarray(sampled.tokens)[: len(sequences)].tolist()
+    return np.asarray(sampled.tokens)[: len(sequences), 0].tolist()
 
 
 def empty_columns(rows: int) -> dict[str, np.ndarray]:
     """The columns that sampling reads, of padding."""
-    columns = {name: np.zeros(rows, np.int32) for name in ("seq_lens", "slots", "row_flags")}
+    columns = {name: np.zeros(rows, np.int32) for name in ("draws", "slots", "row_flags")}
     columns["slots"][:] = rows
     return columns | {column.name: np.zeros(rows, column.dtype) for column in SAMPLING_COLUMNS}
 
@@ -76,7 +76,7 @@ def empty_columns(rows: int) -> dict[str, np.ndarray]:
 def fill_row(columns: dict[str, np.ndarray], row: int, sequence: PlannedSequence, *, is_masked: bool) -> None:
     """A row that decodes the sequence's next token."""
     fill_sampling(columns, row, sequence.params)
-    columns["seq_lens"][row], columns["slots"][row] = len(sequence.tokens), sequence.slot
+    columns["draws"][row], columns["slots"][row] = len(sequence.tokens), sequence.slot
     columns["row_flags"][row] = row_flags(sequence.params, sequence, True, False, is_masked, Phase.DECODE)
 
 

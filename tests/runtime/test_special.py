@@ -136,7 +136,7 @@ def test_a_penalised_row_counts_its_token_and_no_other() -> None:
     for token in sequence.tokens[3:]:
         before[ROWS - 1, token] += 1
     sampled = draw(rows, (3,))
-    before[ROWS - 1, int(sampled.tokens[0])] += 1
+    before[ROWS - 1, int(sampled.tokens[0, 0])] += 1
     np.testing.assert_array_equal((np.asarray(sampled.slots.counts) & 0x3FFF)[:-1], before[:-1])
 
 

@@ -36,7 +36,7 @@ class PagedCache:
     allow it attend to them directly. The arena gets them for the steps that follow.
 
     Args:
-        phase: prefill or decode (one token a sequence).
+        phase: prefill or decode.
         columns: the plan's columns by name, as `plan_layout` names them, and those derived from them.
         tokens: of the plan.
         arena: [num_pages, page_elements].
@@ -145,12 +145,16 @@ class PagedCache:
         pages = columns[f"page_indptr:{group}"], columns[f"page_ids:{group}"]
         lengths = columns["seq_lens"], columns[f"first_position:{group}"]
         if self._phase is Phase.DECODE:
-            shared["counters"] = self._counters.take(query.shape[0] * keys.rows)
+            sequences = columns["seq_lens"].shape[0]
+            queries = query.reshape(sequences, -1, *query.shape[1:])
+            if queries.shape[1] > 1:
+                shared["query_lens"] = columns["live_tokens"]
+            shared["counters"] = self._counters.take(sequences * keys.rows)
             out, lse, counters = self._kernels.paged_decode(
-                query[:, None], self.arena, *pages, *lengths, key_row, value_row, **shared
+                queries, self.arena, *pages, *lengths, key_row, value_row, **shared
             )
             self._counters.give_back(counters)
-            return Attended(out[:, 0], None if lse is None else lse[:, 0])
+            return Attended(out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:2]))
         out, lse = self._kernels.paged_prefill(
             query, self.arena, *pages, columns["query_indptr"], *lengths, key_row, value_row, **shared
         )
@@ -162,33 +166,55 @@ class PagedCache:
     def read_state(self, state: PlaneRef, dtype: jax.typing.DTypeLike) -> jax.Array:
         row = self._state_row(state)
         with jax.named_scope("read_state"):
-            pages = self._columns[f"input_pages:{state.group}"]
+            pages = self._true_state(state)
             held, self.arena = read_states(
                 self.arena, pages, self._is_new(), row, rows=state.rows, width=state.width, dtype=dtype
             )
             return held
 
     def write_state(self, state: PlaneRef, value: jax.Array) -> None:
+        if self._row_tokens > 1:
+            raise InvalidRequest("draft_tokens", self._row_tokens - 1, "0 for a model that writes a State as a whole")
         with jax.named_scope("write_state"):
-            pages = self._columns[f"output_pages:{state.group}"]
+            pages = self._copies(state, "output")[:, 0].reshape(-1)
             self.arena = write_states(self.arena, pages, value, self._state_row(state))
 
     def shift_state(self, state: PlaneRef, x: jax.Array) -> list[jax.Array]:
-        row, columns = self._state_row(state), self._columns
+        row, columns, count = self._state_row(state), self._columns, self._row_tokens
         with jax.named_scope("shift_state"):
             held, self.arena = self._kernels.shift_state(
                 x,
                 self.arena,
-                columns[f"input_pages:{state.group}"],
-                columns[f"output_pages:{state.group}"],
+                self._true_state(state),
+                self._copies(state, "output")[:, :count].reshape(-1),
                 columns["query_indptr"],
                 self._is_new(),
                 row,
                 taps=state.rows,
+                copies=count,
             )
-            if self._phase is Phase.DECODE:
+            if self._phase is Phase.DECODE and count == 1:
                 return [held[:, age] for age in range(state.rows)]
             return shift_chunks(held, x, columns["query_indptr"])
+
+    @property
+    def _row_tokens(self) -> int:
+        """Tokens of a sequence of which it is not known yet whether all hold; 1 in prefill."""
+        if self._phase is Phase.PREFILL:
+            return 1
+        return int(self._tokens.ids.shape[0] // self._columns["seq_lens"].shape[0])
+
+    def _copies(self, state: PlaneRef, side: str) -> jax.Array:
+        """int32 [B, copies, pages], "input" or "output" pages of each copy of the sequences' states."""
+        group, _ = self._group(state)
+        return self._columns[f"{side}_pages:{state.group}"].reshape(self._is_new().shape[0], group.copies, -1)
+
+    def _true_state(self, state: PlaneRef) -> jax.Array:
+        """int32 [B * pages], the copy that the tokens so far have left; the first one where there were no drafts."""
+        copies = self._copies(state, "input")
+        if copies.shape[1] == 1 or self._phase is Phase.PREFILL:
+            return copies[:, 0].reshape(-1)
+        return jnp.take_along_axis(copies, self._columns["state_copy"][:, None, None], axis=1).reshape(-1)
 
     def _is_new(self) -> jax.Array:
         """bool [B], sequences whose State starts here."""

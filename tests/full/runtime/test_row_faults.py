@@ -73,7 +73,7 @@ def draw_rows(
             slots = load(slots, sequence)
     masks = [np.isin(np.arange(VOCAB), list(allowed)) for _, allowed in rows if allowed is not None]
     sampled = SAMPLERS[kernels](jnp.asarray(logits), columns, slots, blocks_of(masks, count))
-    return np.asarray(sampled.tokens).tolist(), np.asarray(PLAIN(jnp.asarray(logits), columns)).tolist()
+    return np.asarray(sampled.tokens)[:, 0].tolist(), np.asarray(PLAIN(jnp.asarray(logits), columns)).tolist()
 
 
 SAMPLERS: dict[str, Callable[..., Sampled]] = {
