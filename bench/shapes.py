@@ -302,6 +302,7 @@ class ShapeCheckpoint:
         self.location = location
         self.tensors: Mapping[str, TensorInfo] = {}
         self.quantised: Mapping[str, TensorInfo] = {}
+        self.notes: tuple[str, ...] = ()
 
     def read(self, name: str, window: Window = ()) -> np.ndarray:
         raise CheckpointError(self.location, "this is a shape without weights", name)

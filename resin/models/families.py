@@ -13,6 +13,7 @@ from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.forward import Pass, dense_pass
 from resin.models.loading.checkpoint import Checkpoint
+from resin.models.loading.text_part import text_config
 from resin.models.tying import settle_head
 from resin.plan import CacheGroup, InvalidRequest
 
@@ -119,6 +120,7 @@ def read_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Mod
     Raises:
         InvalidRequest: no such class, or a setting that is missing, bad, not supported or unknown.
     """
+    config = text_config(config)
     model_class, given = find_model_class(config, name), ConfigReader(config)
     own: Any = model_class.Config
     check_quantisation(given, getattr(own, "quantised_as", DecoderConfig.quantised_as))

@@ -36,6 +36,7 @@ class MemoryCheckpoint:
     arrays: dict[str, np.ndarray]
     location: str = "memory"
     quantised: Mapping[str, TensorInfo] = field(init=False)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.quantised = find_quantised(self.tensors)

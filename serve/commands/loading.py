@@ -35,8 +35,10 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
     with ProgressBar("fetching") as bar:
         files = source.fetch(bar.update)
         checkpoint = open_checkpoint(files)
-        model_type = str(checkpoint.config.get("model_type", ""))
+        model_type, notes = str(checkpoint.config.get("model_type", "")), checkpoint.notes
         checkpoint.close()
+    for note in notes:
+        print(note, file=sys.stderr)
     sampling = choose_sampling(args, files)
     # jax is imported only now: usage errors and downloads do not wait for it.
     with ProgressBar("importing") as bar:

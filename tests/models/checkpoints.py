@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.models.test_published import CONFIGS, LFM2
+from tests.models.test_published import CONFIGS
 
 Config = Mapping[str, Any]
 
@@ -207,6 +207,25 @@ _GEMMA3 = {
     "rope_scaling": None,
     "rope_theta": 1_000_000,
 }
+
+
+def _gemma3_vision(**text: Any) -> dict[str, Any]:
+    rope = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255_999,
+        "eoi_token_index": 256_000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262_144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **rope, **text},
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    }
+
+
 _PHI = {
     **_WRITTEN,
     "architectures": ["Phi3ForCausalLM"],
@@ -331,7 +350,31 @@ CASES: tuple[Case, ...] = (
         {**_MISTRAL, **_shape(5120, 32_768, 40, 32, 8, 131_072, 32_768), "head_dim": 128, "rope_theta": 100_000_000.0},
         23.57,
     ),
-    _other("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral3"),
+    Case(
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "image_token_index": 10,
+            "model_type": "mistral3",
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": {
+                **_shape(5120, 32_768, 40, 32, 8, 131_072, 131_072),
+                "attention_dropout": 0.0,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "model_type": "mistral",
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1_000_000_000.0,
+                "sliding_window": None,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"model_type": "pixtral"},
+            "vision_feature_layer": -1,
+        },
+        23.57,
+    ),
     Case("mistralai/Mixtral-8x7B-Instruct-v0.1", {**_MIXTRAL, **_MISTRAL_7B}, 46.70),
     Case(
         "mistralai/Mixtral-8x22B-Instruct-v0.1",
@@ -416,7 +459,26 @@ CASES: tuple[Case, ...] = (
         },
         1.000,
     ),
-    _other("google/gemma-3-4b-it", "gemma3", text_config=_GEMMA3),
+    Case(
+        "google/gemma-3-4b-it",
+        _gemma3_vision(hidden_size=2560, intermediate_size=10_240, num_hidden_layers=34, sliding_window=1024),
+        3.880,
+    ),
+    Case(
+        "google/gemma-3-12b-it",
+        _gemma3_vision(**_shape(3840, 15_360, 48, 16, 8, 262_208, 131_072), sliding_window=1024),
+        11.77,
+    ),
+    Case(
+        "google/gemma-3-27b-it",
+        _gemma3_vision(
+            **_shape(5376, 21_504, 62, 32, 16, 262_208, 131_072),
+            head_dim=128,
+            query_pre_attn_scalar=168,
+            sliding_window=1024,
+        ),
+        27.01,
+    ),
     Case("allenai/OLMo-2-0425-1B-Instruct", {**_OLMO2, **_shape(2048, 8192, 16, 16, 16, 100_352, 4096)}, 1.485),
     Case("allenai/OLMo-2-1124-7B-Instruct", {**_OLMO2, **_shape(4096, 11_008, 32, 32, 32, 100_352, 4096)}, 7.299),
     Case("allenai/OLMo-2-0325-32B-Instruct", {**_OLMO2, **_shape(5120, 27_648, 64, 40, 8, 100_352, 4096)}, 32.23),
@@ -480,7 +542,21 @@ CASES: tuple[Case, ...] = (
         },
         1.170,
     ),
-    _other("LiquidAI/LFM2-VL-1.6B", "lfm2_vl", text_config=LFM2),
+    Case(
+        "LiquidAI/LFM2-VL-1.6B",
+        {
+            "architectures": ["Lfm2VlForConditionalGeneration"],
+            "downsample_factor": 2,
+            "image_token_index": 396,
+            "max_tiles": 10,
+            "model_type": "lfm2_vl",
+            "text_config": {**_LFM2_WRITTEN, **CONFIGS["LFM2-1.2B"]},
+            "torch_dtype": "bfloat16",
+            "vision_config": {"model_type": "siglip2_vision_model"},
+            "vision_feature_layer": -1,
+        },
+        1.170,
+    ),
     Case(
         "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
         _packed(_LLAMA_8B, "awq", bits=4, group_size=128),

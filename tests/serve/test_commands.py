@@ -27,6 +27,7 @@ from serve.cli import main
 from serve.commands import chat, generate, loading
 from serve.commands.options import chosen_sampling
 from serve.loaded_model import LoadedModel
+from tests.models.loading.test_text_part import OLDER, wrapped
 from tests.serve.conftest import CALL, WORDS
 from tests.serve.scripted_runner import CHOSEN_LOGPROB, TOKENIZER, ScriptedRunner
 from tests.serve.test_structured import SCHEMA, fits
@@ -426,3 +427,12 @@ def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Path, capsys: 
     directory = write_checkpoint(tmp_path / "bare", random_checkpoint(TINY_CONFIGS["llama"]))
     assert main(["chat", str(directory)]) == 1
     assert f"resin: {directory}: has no tokenizer" in capsys.readouterr().err
+
+
+def test_what_a_checkpoint_has_to_say_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = wrapped("mistral3", OLDER)
+    directory = write_checkpoint(tmp_path / "model", checkpoint)
+    assert main(["generate", str(directory), "--input", os.devnull, "--output", os.devnull]) != 0
+    errors = capsys.readouterr().err
+    assert "2 tensors of images are left alone: mistral3 is served as text\n" in errors
+    assert "has no tokenizer" in errors  # nothing was compiled or loaded for this test

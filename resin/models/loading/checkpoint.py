@@ -59,6 +59,7 @@ class Checkpoint(Protocol):
         tensors: every stored tensor under its Hugging Face name, with the shape that Hugging Face stores
             (a linear's weight is `[out, in]`); packed parts such as `*_blocks` and `*_scales` included.
         quantised: tensors that exist only in packed form, with shape and dtype after dequantisation.
+        notes: what a user should know before it is served, a line each.
     """
 
     @property
@@ -72,6 +73,9 @@ class Checkpoint(Protocol):
 
     @property
     def quantised(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
     def read(self, name: str, window: Window = ()) -> np.ndarray:
         """Returns one entry of `tensors`, or a window of it, which may be a read-only view of the mapped file.

@@ -33,6 +33,7 @@ class ConvertedCheckpoint:
         self.config: Mapping[str, Any] = read_json_object(directory / "config.json")
         self.tensors: Mapping[str, TensorInfo] = {}
         self.quantised: Mapping[str, TensorInfo] = {}
+        self.notes: tuple[str, ...] = ()
         manifest = read_json_object(directory / MANIFEST)
         if manifest.get("format") != FORMAT:
             raise CheckpointError(directory, f"has format {manifest.get('format')!r}, expected {FORMAT}: convert again")

@@ -39,6 +39,7 @@ class GgufCheckpoint:
         self._rules = name_gguf_tensors(self._header, self.config)
         self.tensors: Mapping[str, TensorInfo] = {name: self._info(rule) for name, rule in self._rules.items()}
         self.quantised: Mapping[str, TensorInfo] = find_quantised(self.tensors)
+        self.notes: tuple[str, ...] = ()
         # As a published config says it. A file with some experts of another type is decoded while it loads.
         if self.quantised and len(self.quantised) == 2 * self.config["num_hidden_layers"]:
             self.config = {**self.config, "quantization_config": {"quant_method": "mxfp4"}}

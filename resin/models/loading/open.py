@@ -6,6 +6,7 @@ from pathlib import Path
 from resin.models.loading.checkpoint import Checkpoint, CheckpointError
 from resin.models.loading.converted import MANIFEST, ConvertedCheckpoint
 from resin.models.loading.directory import open_directory, open_file, read_json_object
+from resin.models.loading.text_part import open_text_part
 from resin.plan.extras import require
 
 
@@ -22,7 +23,7 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if path.is_dir():
-        return ConvertedCheckpoint(path) if (path / MANIFEST).is_file() else open_directory(path)
+        return ConvertedCheckpoint(path) if (path / MANIFEST).is_file() else open_text_part(open_directory(path))
     if not path.is_file():
         raise CheckpointError(path, "there is no such file or directory")
     if path.suffix == ".gguf":
@@ -31,5 +32,5 @@ def open_checkpoint_path(path: str | PathLike[str]) -> Checkpoint:
 
         return GgufCheckpoint(path)
     if path.suffix == ".safetensors":
-        return open_file(path, read_json_object(path.parent / "config.json"))
+        return open_text_part(open_file(path, read_json_object(path.parent / "config.json")))
     raise CheckpointError(path, "is not a form of weights that is read here (.gguf, .safetensors, or a directory)")

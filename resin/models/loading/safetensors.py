@@ -89,6 +89,7 @@ class SafetensorsCheckpoint:
             name: TensorInfo(file.entries[name].shape, file.entries[name].dtype.name) for name, file in places.items()
         }
         self.quantised: Mapping[str, TensorInfo] = find_quantised(self.tensors)
+        self.notes: tuple[str, ...] = ()
         for name in self.quantised:
             fault = check_packed(name, self.tensors, config)
             if fault is not None:
