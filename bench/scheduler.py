@@ -145,7 +145,7 @@ def decode_steps(
         for row in range(sequences):
             params = masked if sequences // 2 <= row < sequences // 2 + constrained else PARAMS
             engine.submit(rng.integers(0, 128_000, context_tokens - row % 64), sampling_params=params)
-        while engine.scheduler.prefilling or len(engine.scheduler.queue):
+        while engine.scheduler.replicas[0].prefill.requests or len(engine.scheduler.queue):
             engine.step()
         for _ in range(50):
             engine.step()
@@ -179,15 +179,17 @@ def turnover_steps(
 
         for row in range(sequences):
             submit(row, 3 + row)  # the first of these tokens comes with the prefill plan
-        while engine.scheduler.prefilling or len(engine.scheduler.queue):
+        while engine.scheduler.replicas[0].prefill.requests or len(engine.scheduler.queue):
             engine.step()
         for number in itertools.count():
             if not len(engine.scheduler.queue):
                 submit(number, sequences + 1)
-            before = len(engine.scheduler.decoding)
+            before = len(engine.scheduler.replicas[0].decode.requests)
             elapsed = _time_step(engine)
             if number > sequences:
-                assert abs(len(engine.scheduler.decoding) - before) == 1, "one row ends, or one joins"
+                assert abs(len(engine.scheduler.replicas[0].decode.requests) - before) == 1, (
+                    "one row ends, or one joins"
+                )
                 if runner.phase is phase:
                     yield elapsed
 

@@ -160,7 +160,7 @@ def simulate(
             "ideal_hit_share_of_blocks": _ratio(hits, blocks),
             "prefix_lost_tokens": metrics.prefix_losses,
             "bucket_fill": fill,
-            "retractions": engine.scheduler.retractions,
+            "retractions": engine.scheduler.replicas[0].retractions,
         }
 
 

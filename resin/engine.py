@@ -22,20 +22,18 @@ from resin.events import Event, FinishedEvent, TokensEvent
 from resin.interrupts import Uninterrupted
 from resin.metrics import EngineMetrics
 from resin.plan import (
-    BatchPlan,
     ForwardOutput,
     InvalidRequest,
     Phase,
     ResinError,
     Runner,
     SamplingParams,
-    smallest_bucket,
 )
 from resin.record import PlanRecorder
 from resin.resolved import ResolvedConfig, resolve
+from resin.sched.admission import check_context
 from resin.sched.cache import CacheManager
-from resin.sched.commit import Committed, commit, stamp
-from resin.sched.fill import prefill_costs
+from resin.sched.commit import Committed
 from resin.sched.keys import MediaSpan, check_media, prompt_keys
 from resin.sched.policy import Policy
 from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
@@ -121,8 +119,8 @@ class Engine:
             with Uninterrupted():
                 self.arena = self._binding.bind(cache_pages, self.context_length, prefix_cache=prefix_cache)
                 cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
-                self.scheduler = Scheduler(config, cache, policy or Policy())
-                self._check_capacity()
+                self.scheduler = Scheduler(config, [cache], policy or Policy())
+                check_context(config, cache, self.scheduler.replicas[0].planner, self.context_length)
                 self.metrics = EngineMetrics(self.scheduler, self.parts.observations) if enable_metrics else None
                 self._recorder = PlanRecorder(Path(record), config, self.arena) if record is not None else None
         except BaseException:
@@ -169,6 +167,7 @@ class Engine:
         deadline_s: float | None = None,
         cache_salt: str = "",
         media: Sequence[MediaSpan] = (),
+        replica: int | None = None,
     ) -> Request:
         """Queues a request.
 
@@ -179,6 +178,7 @@ class Engine:
             deadline_s: seconds from now after which the request ends with what it has.
             cache_salt: requests with different salts never share cached prefixes.
             media: what the placeholders of the prompt stand for; prefixes with different contents are different.
+            replica: where to run; None: wherever there is room.
 
         Raises:
             InvalidRequest: with the field, the value and the allowed range; nothing was queued.
@@ -206,6 +206,7 @@ class Engine:
             priority=float(priority),
             cache_salt=cache_salt,
             prompt_keys=prompt_keys(prompt, spans) if spans else None,
+            replica=replica,
             submitted_s=now,
             deadline_at_s=None if deadline_s is None else now + deadline_s,
         )
@@ -214,11 +215,11 @@ class Engine:
             columns = np.zeros(places, np.float32), np.zeros((places, width), np.int32), np.zeros((places, width), "f4")
             request.prompt_logprobs = PromptLogprobs(*columns)
         with self._transaction as transaction:
+            self.scheduler.submit(request)
             self._next_id += 1
             self._live += 1
             if request.deadline_at_s is not None:
                 self._note_deadline(request.deadline_at_s, request)
-            self.scheduler.submit(request)
             if self.metrics is not None:
                 self.metrics.on_submit(request)
             if transaction.is_requested:
@@ -278,12 +279,12 @@ class Engine:
             context_length=self.context_length,
             max_plan_tokens=scheduler.max_plan_tokens,
             arena=self.arena,
-            prefix_cache=scheduler.cache.prefixes.enabled,
+            prefix_cache=scheduler.replicas[0].cache.prefixes.enabled,
             overlap=self._wanted_overlap if self._binding.can_overlap else 0,
             times=times,
         )
-        self._overlap, scheduler.streak_tokens = found.overlap, found.prefill_streak_tokens
-        scheduler.prefill_costs = prefill_costs(self.config, times)
+        self._overlap = found.overlap
+        scheduler.settle(found.prefill_streak_tokens, times)
         return found
 
     def _plan(self) -> PlannedStep | None:
@@ -293,7 +294,7 @@ class Engine:
         while True:
             self._planning = True
             try:
-                planned = self.scheduler.plan_next(in_flight=bool(self._in_flight))
+                planned = self.scheduler.plan_next()
             finally:
                 self._planning = False
             if not self.scheduler.failures:
@@ -310,7 +311,7 @@ class Engine:
 
     def _accept(self, planned: PlannedStep) -> None:
         try:
-            self.parts.accept(planned.plan)
+            self.parts.accept(planned.plan.plans[0])
         except Exception:
             self.scheduler.rollback(planned)
             raise
@@ -319,12 +320,13 @@ class Engine:
     def _dispatch(self, planned: PlannedStep) -> None:
         started = time.perf_counter()
         try:
+            (plan,) = planned.plan.plans
             if self._recorder is not None:
-                self._recorder.write_plan(planned.plan)
+                self._recorder.write_plan(plan)
             runner = self._binding.runner
             if not self._overlap:
                 self.before_wait()
-            handle = runner.dispatch(planned.plan) if self._overlap else runner.forward(planned.plan)
+            handle = runner.dispatch(plan) if self._overlap else runner.forward(plan)
         except Exception as error:
             raise self._quarantine(error) from error
         self._in_flight.append((planned, handle))
@@ -340,16 +342,16 @@ class Engine:
             output: ForwardOutput = runner.collect(handle) if self._overlap else handle
             started = time.perf_counter()
             if self._recorder is not None:
-                self._recorder.write_output(planned.plan, output)
-            committed = commit(self.scheduler, planned, output)
-            self._publish_events(planned.plan, committed, output)
+                self._recorder.write_output(planned.plan.plans[0], output)
+            for committed in self.scheduler.commit(planned, [output]):
+                self._publish_events(committed, output)
         except Exception as error:
             raise self._quarantine(error) from error
         if self.metrics is not None:
             self.metrics.on_commit(time.perf_counter() - started)
 
-    def _publish_events(self, plan: BatchPlan, committed: Committed, output: ForwardOutput) -> None:
-        now = self._clock()
+    def _publish_events(self, committed: Committed, output: ForwardOutput) -> None:
+        now, plan = self._clock(), committed.plan
         count = len(committed.requests)
         if count:
             requests, tokens, indptr = tuple(committed.requests), committed.token_ids, np.arange(count + 1)
@@ -363,8 +365,8 @@ class Engine:
                 if request.first_token_s is None:
                     request.first_token_s = now
         if self.metrics is not None:
-            self.metrics.on_tokens(plan, committed, now)
-        stamp(self.scheduler, committed, now)
+            self.metrics.on_tokens(committed, now)
+        committed.stamp(now)
         for request, reason in committed.finished:
             self._finish(request, reason)
         for request, error in committed.failed:
@@ -417,18 +419,3 @@ class Engine:
             raise EngineFailed(f"the engine is quarantined after {self._failure!r}") from self._failure
         if self._is_closed:
             raise EngineFailed("the engine is closed")
-
-    # -- set-up -------------------------------------------------------------------------------------------------
-
-    def _check_capacity(self) -> None:
-        """Every request that `submit` lets in must be able to run alone."""
-        cache = self.scheduler.cache
-        need = cache.pages_needed(self.context_length, 1)
-        if need > cache.pool.total:
-            raise InvalidRequest(
-                "context_length", self.context_length, f"one sequence to fit {cache.pool.total} pages (it needs {need})"
-            )
-        row_pages = self.scheduler.planner.row_pages(cache.row_pages_needed(self.context_length, 1))
-        for phase in Phase:
-            if smallest_bucket(self.config.buckets, phase, 1, 1, row_pages) is None:
-                raise InvalidRequest("buckets", phase.name, f"a bucket that holds {row_pages} pages of one sequence")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from resin.plan import BatchPlan, Phase
+from resin.plan import Phase
 from resin.plan.extras import require
 from resin.sched.commit import Committed
 from resin.sched.request import FinishReason, Request
 from resin.sched.scheduler import Scheduler
-from resin.sched.step import PlannedStep
+from resin.sched.step import DecodeDraft, PlannedStep
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -92,18 +92,19 @@ class EngineMetrics:
         self.host_s["plan"].observe(seconds)
 
     def on_dispatch(self, planned: PlannedStep, seconds: float) -> None:
-        plan, decodes = planned.plan, planned.rows is not None
+        bucket = planned.plan.bucket
         self.host_s["dispatch"].observe(seconds)
-        self.plans[plan.phase] += 1
-        self.live_tokens[plan.phase] += len(planned.requests) if decodes else plan.num_tokens
-        self.padded_tokens[plan.phase] += plan.bucket.tokens
+        for plan, draft in zip(planned.plan.plans, planned.drafts, strict=True):
+            self.plans[bucket.phase] += 1
+            self.live_tokens[bucket.phase] += len(draft.rows) if isinstance(draft, DecodeDraft) else plan.num_tokens
+            self.padded_tokens[bucket.phase] += bucket.tokens
 
     def on_commit(self, seconds: float) -> None:
         self.host_s["commit"].observe(seconds)
 
-    def on_tokens(self, plan: BatchPlan, committed: Committed, now: float) -> None:
+    def on_tokens(self, committed: Committed, now: float) -> None:
         """Before the scheduler notes that the tokens came now."""
-        table, slots, together = self._scheduler.table, committed.slots, committed.together
+        plan, table, slots, together = committed.plan, committed.table, committed.slots, committed.together
         self.generated_tokens += len(committed.requests)
         if plan.phase is Phase.PREFILL:
             self.prompt_tokens += plan.num_tokens
@@ -149,15 +150,15 @@ class EngineMetrics:
 def _gauges(scheduler: Scheduler) -> Iterable[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
-    pool = scheduler.cache.pool
+    replicas = scheduler.replicas
     requests = GaugeMetricFamily("resin_requests", "Requests by state.", labels=["state"])
     requests.add_metric(["waiting"], len(scheduler.queue))
-    requests.add_metric(["prefill"], len(scheduler.prefilling))
-    requests.add_metric(["decode"], len(scheduler.decoding))
+    requests.add_metric(["prefill"], sum(len(replica.prefill.requests) for replica in replicas))
+    requests.add_metric(["decode"], sum(len(replica.decode.requests) for replica in replicas))
     yield requests
     pages = GaugeMetricFamily("resin_pool_pages", "Pages of the cache pool by state.", labels=["state"])
     for state in ("free", "leased", "cached"):
-        pages.add_metric([state], getattr(pool, state))
+        pages.add_metric([state], sum(getattr(replica.cache.pool, state) for replica in replicas))
     yield pages
 
 
@@ -175,8 +176,10 @@ def _counters(metrics: EngineMetrics, scheduler: Scheduler) -> Iterable[Any]:
     yield counter("resin_requests_finished", "Requests ended, by reason.", finished, "reason")
     yield counter("resin_prompt_tokens", "Tokens computed by prefill plans.", {"": metrics.prompt_tokens})
     yield counter("resin_generated_tokens", "Tokens generated.", {"": metrics.generated_tokens})
-    yield counter("resin_retractions", "Running requests sent back to the queue.", {"": scheduler.retractions})
-    yield counter("resin_evictions", "Prefix nodes evicted.", {"": scheduler.cache.evictions})
+    retractions = sum(replica.retractions for replica in scheduler.replicas)
+    evictions = sum(replica.cache.evictions for replica in scheduler.replicas)
+    yield counter("resin_retractions", "Running requests sent back to the queue.", {"": retractions})
+    yield counter("resin_evictions", "Prefix nodes evicted.", {"": evictions})
     yield counter("resin_prefix_hit_tokens", "Prompt tokens reused.", {"": metrics.prefix_hit_tokens})
     yield counter(
         "resin_prefix_ceiling_tokens",

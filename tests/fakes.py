@@ -57,9 +57,11 @@ def fake_config(
     max_plan_tokens: int = 32,
     buckets: bool = True,
     spans: Sequence[int] = (),
+    table: Sequence[Bucket] = (),
 ) -> RunnerConfig:
-    """A table of a few buckets. `spans` are tokens a page of each group (0 for a State) instead of those that
-    `plan_geometry` picks: the widths of a real model's layers make such pages, Gemma 3 1B ones of 88 and 16 tokens."""
+    """A table of a few buckets, unless another is given. `spans` are tokens a page of each group (0 for a State)
+    instead of those that `plan_geometry` picks: the widths of a real model's layers make such pages, Gemma 3 1B ones of
+    88 and 16 tokens."""
     if spans:
         geometry = geometry_of_spans(groups, spans)
     else:
@@ -70,8 +72,8 @@ def fake_config(
         rows = [sequences * (-(-max_context_tokens // span) + 1) if span else 0 for span in spans]
         return Bucket(phase, sequences, tokens, tuple(rows))
 
-    table = [bucket(Phase.PREFILL, min(tokens, max_sequences), tokens) for tokens in (8, max_plan_tokens)]
-    table += [bucket(Phase.DECODE, sequences, sequences) for sequences in sorted({1, max_sequences})]
+    usual = [bucket(Phase.PREFILL, min(tokens, max_sequences), tokens) for tokens in (8, max_plan_tokens)]
+    usual += [bucket(Phase.DECODE, sequences, sequences) for sequences in sorted({1, max_sequences})]
     return RunnerConfig(
         vocab_size=VOCAB,
         max_sequences=max_sequences,
@@ -79,7 +81,7 @@ def fake_config(
         max_plan_tokens=max_plan_tokens,
         groups=groups,
         geometry=geometry,
-        buckets=tuple(table) if buckets else (),
+        buckets=tuple(table or usual) if buckets else (),
     )
 
 

@@ -35,7 +35,7 @@ def leased_places(engine: Engine, plan: BatchPlan) -> LeasedPlaces:
         request = rows[request_id]
         assert request.lease is not None
         first, stop = plan.query_indptr[row : row + 2].tolist()
-        lengths[row] = int(scheduler.table.computed[request.slot])
+        lengths[row] = int(scheduler.replicas[0].table.computed[request.slot])
         for token in range(first, stop):
             positions[token] = position = lengths[row] - (stop - token)
             for (spec, fill), held in zip(groups, request.lease.rows, strict=True):

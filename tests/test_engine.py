@@ -120,7 +120,7 @@ def test_unfinished_and_cancelled_results() -> None:
         events = drain(engine)
         assert [event.reason for event in events if isinstance(event, FinishedEvent)] == [FinishReason.CANCELLED]
         assert request.take_result() == expected_tokens(CONFIG, [1, 2], 6)[: len(request.output_ids)]
-        assert engine.scheduler.cache.pool.leased == 0
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0
 
 
 def test_deadlines_end_waiting_and_running_requests() -> None:
@@ -180,9 +180,9 @@ def test_a_failing_stage(runner_class: type[PagedFake], stage: str, monkeypatch:
         engine.step()
     fault = PlanRejected("not now") if stage == "accept" else OSError("boom")
     if stage == "plan":
-        monkeypatch.setattr(engine.scheduler.planner, "plan_decode", _raiser(fault))
+        monkeypatch.setattr(engine.scheduler.replicas[0].planner, "plan_decode", _raiser(fault))
     elif stage == "commit":
-        monkeypatch.setattr("resin.engine.commit", _raiser(fault))
+        monkeypatch.setattr("resin.sched.scheduler.commit", _raiser(fault))
     else:
         runner.fail[stage] = fault
     before = [list(request.output_ids) for request in requests]
@@ -195,7 +195,7 @@ def test_a_failing_stage(runner_class: type[PagedFake], stage: str, monkeypatch:
         drain(engine)
         for i, request in enumerate(requests):
             assert request.take_result() == expected_tokens(CONFIG, [i, 2, 3, 4, 5], 6)
-        assert engine.scheduler.cache.pool.leased == 0
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0
         return
     with pytest.raises(EngineFailed, match="boom"):
         engine.step()
@@ -205,11 +205,11 @@ def test_a_failing_stage(runner_class: type[PagedFake], stage: str, monkeypatch:
         assert request.finish_reason is FinishReason.ERROR and request.error is fault
         with pytest.raises(RequestFailed, match="boom"):
             request.take_result()
-    leased = engine.scheduler.cache.pool.leased
+    leased = engine.scheduler.replicas[0].cache.pool.leased
     for call in (engine.step, lambda: engine.submit([1])):
         with pytest.raises(EngineFailed):
             call()
-    assert engine.scheduler.cache.pool.leased == leased, "no page may be handed out again"
+    assert engine.scheduler.replicas[0].cache.pool.leased == leased, "no page may be handed out again"
     engine.close()
 
 
@@ -254,7 +254,7 @@ def test_overlap_discards_the_extra_rows_and_returns_pages_once(overlap: int) ->
         drain(engine)
         assert request.take_result() == want[: want.index(stop) + 1]
         assert len(runner.plans) == len(request.output_ids) + overlap, "rows ran past the stop"
-        assert engine.scheduler.cache.pool.free == engine.scheduler.cache.pool.total
+        assert engine.scheduler.replicas[0].cache.pool.free == engine.scheduler.replicas[0].cache.pool.total
         engine.scheduler.check_integrity()
 
 
@@ -333,7 +333,7 @@ def test_a_request_resumes_after_retraction_with_its_rank_and_tokens() -> None:
         params = SamplingParams(max_output_tokens=80, temperature=0)
         requests: list[Request] = [engine.submit([i] * 12, sampling_params=params) for i in range(3)]
         drain(engine)
-        assert engine.scheduler.retractions > 0 and requests[0].retractions == 0
+        assert engine.scheduler.replicas[0].retractions > 0 and requests[0].retractions == 0
         for i, request in enumerate(requests):
             assert request.take_result() == expected_tokens(config, [i] * 12, 80)
 
@@ -345,7 +345,7 @@ def test_close_cancels_what_runs() -> None:
     engine.close()
     engine.close()
     assert {request.finish_reason for request in requests} == {FinishReason.CANCELLED}
-    assert engine.scheduler.cache.pool.leased == 0
+    assert engine.scheduler.replicas[0].cache.pool.leased == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])

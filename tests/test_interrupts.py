@@ -131,7 +131,7 @@ def test_the_step_is_done_and_the_engine_goes_on(stage: str, overlap: int) -> No
         engine.scheduler.check_integrity()
         drain(engine)
         assert request.take_result() == expected_tokens(CONFIG, PROMPT, 6)
-        assert engine.scheduler.cache.pool.leased == 0
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0
 
 
 @pytest.mark.parametrize(("stage", "overlap"), STAGES)
@@ -217,7 +217,7 @@ def run_with_a_press(line: int) -> tuple[int, int]:
     engine.scheduler.check_integrity()
     assert requests[-1].take_result() == expected_tokens(CONFIG, PROMPT, 6)
     engine.close()
-    assert engine.scheduler.cache.pool.leased == 0
+    assert engine.scheduler.replicas[0].cache.pool.leased == 0
     return trace.lines, interrupts
 
 

@@ -164,9 +164,9 @@ def test_gauges_follow_the_run(runner_class: type[PagedFake]) -> None:
         )
         assert samples["resin_requests{state=waiting}"] == sum(request.slot < 0 for request in live)
         pages = {state: samples[f"resin_pool_pages{{state={state}}}"] for state in ("free", "leased", "cached")}
-        assert sum(pages.values()) == scheduler.cache.pool.total
+        assert sum(pages.values()) == scheduler.replicas[0].cache.pool.total
         held = {page for request in live if request.lease for page in request.lease.pages()}
-        held |= {page for request in scheduler.closing if request.lease for page in request.lease.pages()}
+        held |= {page for request in scheduler.replicas[0].closing if request.lease for page in request.lease.pages()}
         assert pages["leased"] == len(held)
     assert scrape(watch.engine)["resin_pool_pages{state=leased}"] == 0
 
@@ -180,7 +180,7 @@ def test_retractions_and_evictions() -> None:
         watch.step()
     samples = scrape(watch.engine)
     assert samples["resin_retractions_total"] == sum(request.retractions for request in watch.requests) > 0
-    assert samples["resin_evictions_total"] == watch.engine.scheduler.cache.evictions > 0
+    assert samples["resin_evictions_total"] == watch.engine.scheduler.replicas[0].cache.evictions > 0
     # A resumed request has no second first token, and its longest wait is one between tokens.
     check_histogram(samples, "resin_ttft_seconds", watch.ttft_s, REQUEST_S)
     check_histogram(samples, "resin_inter_token_seconds", watch.gap_s, TOKEN_S)

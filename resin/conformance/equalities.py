@@ -138,14 +138,14 @@ def retracted(kit: ConformanceKit) -> Found:
     context = 4 * page
     with kit.engine(context_length=context) as engine:
         expected = generate(engine, jobs, alone=True)
-        cache, chunk = engine.scheduler.cache, engine.scheduler.max_plan_tokens
+        cache, chunk = engine.scheduler.replicas[0].cache, engine.scheduler.max_plan_tokens
         least = 1 + cache.pages_needed(context, chunk)
     for extra in range(4):
         with kit.engine(cache_pages=least + extra, context_length=context, overlap=1) as engine:
             traces = generate(engine, jobs)
-            if engine.scheduler.retractions:
+            if engine.scheduler.replicas[0].retractions:
                 found = compare(expected, traces, kit.tolerance)
-                return _found(found, f", {engine.scheduler.retractions} retractions")
+                return _found(found, f", {engine.scheduler.replicas[0].retractions} retractions")
     return False, "no arena size made the scheduler retract a request"
 
 

@@ -1,6 +1,6 @@
 """The frozen types that cross the boundary between the Engine and a Runner (NumPy only)."""
 
-from resin.plan.batch import NOBODY, BatchPlan, CacheGroupPlan, SlotLoad, build_plan
+from resin.plan.batch import NOBODY, BatchPlan, CacheGroupPlan, SlotLoad, build_plan, empty_plan
 from resin.plan.buckets import Bucket, Phase, smallest_bucket
 from resin.plan.cache import (
     CacheGeometry,
@@ -19,6 +19,7 @@ from resin.plan.layout import Column, PlanLayout, plan_layout
 from resin.plan.output import ForwardOutput, RowFault
 from resin.plan.runner import OverlapRunner, Runner, RunnerParts
 from resin.plan.sampling import SamplingParams
+from resin.plan.step import StepPlan
 
 __all__ = [
     "NOBODY",
@@ -47,9 +48,11 @@ __all__ = [
     "SamplingParams",
     "SlotLoad",
     "StateGroup",
+    "StepPlan",
     "StepTimes",
     "WindowGroup",
     "build_plan",
+    "empty_plan",
     "plan_geometry",
     "plan_layout",
     "smallest_bucket",

@@ -236,3 +236,12 @@ def build_plan(
     sequences, tokens = layout.view(buffer, "header")[:2].tolist()
     specs = tuple(zip(config.groups, config.geometry.groups, strict=True))
     return BatchPlan(step, bucket, sequences, tokens, buffer, layout, specs, slot_loads, allowed_masks, request_ids)
+
+
+def empty_plan(config: RunnerConfig, bucket: Bucket, step: int = 0) -> BatchPlan:
+    """A plan without rows: every place is padding, and what it writes goes to the scratch page and slot."""
+    layout = plan_layout(bucket, config.groups, config.geometry)
+    buffer = np.zeros(layout.words, np.int32)
+    layout.view(buffer, "slots")[:] = config.max_sequences
+    layout.view(buffer, "next_token")[:] = -1
+    return build_plan(config, bucket, buffer, step=step)

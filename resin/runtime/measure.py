@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig, StepTimes, build_plan, plan_layout
+from resin.plan import BatchPlan, Phase, RunnerConfig, StepTimes, empty_plan
 
 # A bucket that takes longer is the last that is measured: rows that decode are not to wait for it.
 LONGEST_S = 0.2
@@ -43,15 +42,6 @@ def measure_steps(
         return StepTimes(tuple(prefill), alone_s, 0.0)
     step_s = min(_seconds(launch, plan, LAUNCHES) for _ in range(2)) / LAUNCHES
     return StepTimes(tuple(prefill), step_s, max(alone_s - step_s, 0.0))
-
-
-def empty_plan(config: RunnerConfig, bucket: Bucket) -> BatchPlan:
-    """A plan without rows: every place is padding, and what it writes goes to the scratch page and slot."""
-    layout = plan_layout(bucket, config.groups, config.geometry)
-    buffer = np.zeros(layout.words, np.int32)
-    layout.view(buffer, "slots")[:] = config.max_sequences
-    layout.view(buffer, "next_token")[:] = -1
-    return build_plan(config, bucket, buffer, step=0)
 
 
 def _seconds(run: Callable[[BatchPlan], Any], plan: BatchPlan, times: int = 1) -> float:

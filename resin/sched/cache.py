@@ -47,6 +47,7 @@ class CacheManager:
             for group, fill in pairs
             if not isinstance(group, StateGroup)
         ]
+        self.has_groups = bool(pairs)
         self._specs = [(group, fill) for group, fill in pairs if not isinstance(group, StateGroup)]
         self.state_pages = [fill.pages_per_state for group, fill in pairs if isinstance(group, StateGroup)]
         self.checkpoint_tokens = geometry.checkpoint_tokens
@@ -77,6 +78,11 @@ class CacheManager:
         """Most pages that a sequence of `tokens` leases while it computes at most `chunk_tokens` a plan."""
         states = sum(self.state_pages) * (2 if self.seals_states else 1)
         return sum(self.row_pages_needed(tokens, chunk_tokens)) + states
+
+    def row_pages(self, lease: CacheLease, index: int, start: int, stop: int) -> int:
+        """Pages of a paged group's plan row for computing tokens `[start, stop)` of the lease."""
+        group = self.paged[index]
+        return -(-stop // group.span_tokens) - max(lease.rows[index].first, group.first_needed(start))
 
     # -- reservation --------------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from resin.plan import BatchPlan, ForwardOutput, ResinError, RowFault, RowFlag
+from resin.sched.replica import Replica
 from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.rows import LiveRows
-from resin.sched.scheduler import Scheduler
-from resin.sched.slots import COMMITTED, DISCARDED
-from resin.sched.step import PlannedStep
+from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
+from resin.sched.step import DecodeDraft, Draft, PrefillDraft
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -36,6 +36,8 @@ class Committed:
     """What one plan brought.
 
     Attributes:
+        plan: the plan.
+        table: columns of its replica's slots.
         requests: rows that emitted a token, discarded rows left out.
         slots: their slots, as an index into the columns of the SlotTable (a finished request's may be free again).
         token_ids: int32 [R].
@@ -45,6 +47,8 @@ class Committed:
         failed: requests of which no token could be chosen, with the error; their rows are discarded.
     """
 
+    plan: BatchPlan
+    table: SlotTable
     requests: Sequence[Request]
     slots: slice | np.ndarray
     token_ids: np.ndarray
@@ -53,22 +57,33 @@ class Committed:
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
     failed: list[tuple[Request, NoToken]] = field(default_factory=list)
 
+    def stamp(self, now: float) -> None:
+        """Notes that the rows got their tokens now."""
+        self.table.last_token_s[self.slots] = now
+        if self.together is not None:
+            self.together.last_commit_s = now
 
-def commit(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) -> Committed:
+
+def commit(replica: Replica, draft: Draft, plan: BatchPlan, output: ForwardOutput) -> Committed:
     """Applies a plan's output. Rows of requests that ended meanwhile are discarded and their pages returned.
+
+    Args:
+        draft: what the plan was made of.
 
     Raises:
         BadOutput: the output does not fit the plan.
     """
-    if planned.rows is not None:
-        return _commit_decode(scheduler, planned, planned.rows, output)
-    return _commit_prefill(scheduler, planned, output)
+    replica.in_flight -= 1
+    if isinstance(draft, DecodeDraft):
+        return _commit_decode(replica, draft, plan, output)
+    return _commit_prefill(replica, draft, plan, output)
 
 
-def _commit_decode(scheduler: Scheduler, planned: PlannedStep, placed: LiveRows, output: ForwardOutput) -> Committed:
-    table, slots = scheduler.table, planned.slots
-    tokens, rows, has_faults = check_output(planned.plan, output, placed.emits, scheduler.config.vocab_size)
-    live, failed = _live_rows(scheduler, planned, tokens if has_faults else None)
+def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
+    table, placed = replica.table, draft.rows
+    slots = placed.index
+    tokens, rows, has_faults = check_output(plan, output, placed.emits, replica.vocab_size)
+    live, failed = _live_rows(replica, placed.requests, tokens if has_faults else None)
     requests, stop_ids = placed.requests, placed.stop_ids
     if live is None:
         table.add(placed.slots, placed.runs, COMMITTED)
@@ -76,41 +91,40 @@ def _commit_decode(scheduler: Scheduler, planned: PlannedStep, placed: LiveRows,
             append(token)
     else:
         table.counts[slots] += np.where(live[:, None], COMMITTED, DISCARDED)
-        _release_closed(scheduler, planned, live)
+        _release_closed(replica, placed.requests, live)
         rows, tokens, slots = rows[live], tokens[live], placed.slots[live]
         requests = tuple([request for request, goes_on in zip(requests, live.tolist(), strict=True) if goes_on])
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output_ids.append(token)
         stop_ids = stop_ids[:, live]
     table.last_token[slots] = tokens
-    committed = Committed(requests, slots, tokens, rows, placed if live is None else None, failed=failed)
-    ending = planned.ending
+    together = placed if live is None else None
+    committed = Committed(plan, table, requests, slots, tokens, rows, together, failed=failed)
+    ending = draft.ending
     if live is not None and ending:
         kept = np.cumsum(live) - 1
         ending = [int(kept[row]) for row in ending if live[row]]
     _find_ends(committed, stop_ids, ending)
-    cache = scheduler.cache
+    cache = replica.cache
     if cache.prefixes.enabled:
         positions = table.committed[slots]
         due = cache.prefixes.due(positions)
-        _commit_cache(scheduler, [(requests[i], int(positions[i])) for i in due])
+        _commit_cache(replica, [(requests[i], int(positions[i])) for i in due])
     return committed
 
 
-def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardOutput) -> Committed:
-    table, slots, chunks = scheduler.table, planned.slots, planned.chunks
-    assert chunks is not None and isinstance(slots, np.ndarray)
-    emits = planned.plan.emits
-    tokens, rows, _ = check_output(planned.plan, output, emits, scheduler.config.vocab_size)
-    _collect_prompt_logprobs(planned, output)
+def _commit_prefill(replica: Replica, draft: PrefillDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
+    table, slots, chunks, emits = replica.table, draft.slots, draft.chunks, plan.emits
+    tokens, rows, _ = check_output(plan, output, emits, replica.vocab_size)
+    _collect_prompt_logprobs(draft, plan, output)
     table.in_flight[slots] -= 1
     table.committed[slots] = [chunk.stop for chunk in chunks]
     table.pending[slots[emits]] -= 1
     sampled = np.zeros(len(chunks), np.int32)
     sampled[emits] = tokens
-    live, failed = _live_rows(scheduler, planned, sampled)
+    live, failed = _live_rows(replica, draft.requests, sampled)
     if live is not None:
-        _release_closed(scheduler, planned, live)
+        _release_closed(replica, draft.requests, live)
         rows, tokens = rows[live[emits]], tokens[live[emits]]
         chunks = [chunk for chunk, goes_on in zip(chunks, live.tolist(), strict=True) if goes_on]
     requests = [chunk.request for chunk in chunks if chunk.emits]
@@ -120,20 +134,13 @@ def _commit_prefill(scheduler: Scheduler, planned: PlannedStep, output: ForwardO
     table.known[slots] += 1
     table.outputs[slots] += 1
     table.last_token[slots] = tokens
-    committed = Committed(requests, slots, tokens, rows, failed=failed)
+    committed = Committed(plan, table, requests, slots, tokens, rows, failed=failed)
     ending = np.flatnonzero(table.outputs[slots] >= table.max_outputs[slots]).tolist()
     _find_ends(committed, table.stop_ids[slots].T, ending)
-    if scheduler.cache.prefixes.enabled:
-        _commit_cache(scheduler, [(chunk.request, chunk.stop) for chunk in chunks])
-    scheduler.note_room()  # who is done with a prompt promises to take less, and Window rows give a chunk's pages up
+    if replica.cache.prefixes.enabled:
+        _commit_cache(replica, [(chunk.request, chunk.stop) for chunk in chunks])
+    replica.note_room()  # who is done with a prompt promises to take less, and Window rows give a chunk's pages up
     return committed
-
-
-def stamp(scheduler: Scheduler, committed: Committed, now: float) -> None:
-    """Notes that the rows got their tokens now."""
-    scheduler.table.last_token_s[committed.slots] = now
-    if committed.together is not None:
-        committed.together.last_commit_s = now
 
 
 def check_output(
@@ -176,30 +183,30 @@ def check_output(
 
 
 def _live_rows(
-    scheduler: Scheduler, planned: PlannedStep, tokens: np.ndarray | None
+    replica: Replica, requests: Sequence[Request], tokens: np.ndarray | None
 ) -> tuple[np.ndarray | None, list[tuple[Request, NoToken]]]:
     """bool [n] with False for rows that bring nothing, None if all do; and the running requests without a token.
 
     Args:
         tokens: int32 [n], of each row, none negative but faults; None if there are no faults.
     """
-    if not scheduler.closing and tokens is None:
+    if not replica.closing and tokens is None:
         return None, []
-    goes_on = np.array([not request.is_finished for request in planned.requests], np.bool_)
+    goes_on = np.array([not request.is_finished for request in requests], np.bool_)
     if tokens is None:
         return (None if goes_on.all() else goes_on), []
     failed = [
-        (planned.requests[i], NoToken(_FAULTS[RowFault(int(tokens[i]))]))
+        (requests[i], NoToken(_FAULTS[RowFault(int(tokens[i]))]))
         for i in np.flatnonzero(goes_on & (tokens < 0)).tolist()
     ]
     live = goes_on & (tokens >= 0)
     return (None if live.all() else live), failed
 
 
-def _release_closed(scheduler: Scheduler, planned: PlannedStep, live: np.ndarray) -> None:
+def _release_closed(replica: Replica, requests: Sequence[Request], live: np.ndarray) -> None:
     """Frees the ended requests that waited for this plan alone."""
     for row in np.flatnonzero(~live).tolist():
-        scheduler.release_closed(planned.requests[row])
+        replica.release_closed(requests[row])
 
 
 def _find_ends(committed: Committed, stop_ids: np.ndarray, ending: Sequence[int]) -> None:
@@ -216,19 +223,18 @@ def _find_ends(committed: Committed, stop_ids: np.ndarray, ending: Sequence[int]
         committed.finished.append((committed.requests[i], reason))
 
 
-def _commit_cache(scheduler: Scheduler, rows: list[tuple[Request, int]]) -> None:
+def _commit_cache(replica: Replica, rows: list[tuple[Request, int]]) -> None:
     """Publishes and trims, before anything of the rows is released."""
     for request, position in rows:
-        if scheduler.cache.commit(request, position, int(scheduler.table.computed[request.slot])):
-            scheduler.rows_changed(request)
+        if replica.cache.commit(request, position, int(replica.table.computed[request.slot])):
+            replica.decode.rows_changed(request)
 
 
-def _collect_prompt_logprobs(planned: PlannedStep, output: ForwardOutput) -> None:
-    assert planned.chunks is not None
-    indptr = planned.plan.query_indptr
-    for row, chunk in enumerate(planned.chunks):
+def _collect_prompt_logprobs(draft: PrefillDraft, plan: BatchPlan, output: ForwardOutput) -> None:
+    indptr = plan.query_indptr
+    for row, chunk in enumerate(draft.chunks):
         wanted = chunk.request.prompt_logprobs
-        if wanted is None or not planned.plan.row_flags[row] & RowFlag.PROMPT_LOGPROBS:
+        if wanted is None or not plan.row_flags[row] & RowFlag.PROMPT_LOGPROBS:
             continue
         if output.prompt_logprobs is None:
             raise BadOutput("prompt_logprobs is missing")

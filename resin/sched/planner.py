@@ -15,6 +15,7 @@ from resin.plan import (
     RunnerConfig,
     SlotLoad,
     StateGroup,
+    empty_plan,
     plan_layout,
 )
 from resin.plan.layout import Header
@@ -182,7 +183,11 @@ class Planner:
             stop_ids=np.asarray(params.stop_token_ids, np.int32),
         )
 
-    # -- both ---------------------------------------------------------------------------------------------------
+    # -- any ---------------------------------------------------------------------------------------------------
+
+    def plan_nothing(self, step: int, bucket: Bucket) -> BatchPlan:
+        """The part of a replica with nothing to do in a step that others run."""
+        return empty_plan(self._config, bucket, step)
 
     def _layout(self, bucket: Bucket) -> PlanLayout:
         layout = self._layouts.get(bucket)

@@ -56,11 +56,7 @@ class PrefixCache:
             return CacheLease.empty(len(self.paged), len(self.state_pages))
         known = request.num_tokens
         raw = request.key_ids(0, known).tobytes()
-        limit = (known - 1) // self.align_tokens
-        if request.params.prompt_logprobs is not None and not request.output_ids:
-            path: list[PrefixNode] = []
-        else:
-            path = self.trie.walk(request.cache_salt, raw, KEY_BYTES * self.align_tokens, limit)
+        path = self._cached_path(request, raw)
         depth, losses = self._resumable_depth(path)
         lease = self._lease_path(request.cache_salt, path[:depth])
         if request.prefix_audit is None:
@@ -71,6 +67,20 @@ class PrefixCache:
             ceiling = max(hit + seen * unit, len(path) * self.align_tokens)
             request.prefix_audit = self._audit(request, len(path), depth, losses, ceiling)
         return lease
+
+    def peek(self, request: Request) -> int:
+        """Tokens that `lease` would find cached; nothing counts as used."""
+        if not self.enabled:
+            return 0
+        raw = request.key_ids(0, request.num_tokens).tobytes()
+        return self._resumable_depth(self._cached_path(request, raw))[0] * self.align_tokens
+
+    def _cached_path(self, request: Request, raw: bytes) -> list[PrefixNode]:
+        """Nodes of the leading spans, at most all but the last known token; `raw` are the keys of all."""
+        if request.params.prompt_logprobs is not None and not request.output_ids:
+            return []
+        limit = (request.num_tokens - 1) // self.align_tokens
+        return self.trie.walk(request.cache_salt, raw, KEY_BYTES * self.align_tokens, limit)
 
     def _resumable_depth(self, path: list[PrefixNode]) -> tuple[int, dict[str, int]]:
         """The deepest node of the path at which every group can resume, and tokens lost on the way up, by reason."""

@@ -67,6 +67,7 @@ class Request:
         seed: the 64-bit seed in use, drawn at submission if the policy has none.
         prompt_keys: int64 [P], read-only, by which the prefix cache knows the prompt; None: by its ids.
         output_ids: tokens generated so far, a stop token included.
+        replica: where it must run; None: wherever there is room.
         prefix_audit: what the prefix cache gave at the first admission, None before it or without a cache.
     """
 
@@ -78,6 +79,7 @@ class Request:
     priority: float = 0.0
     cache_salt: str = ""
     prompt_keys: np.ndarray | None = None
+    replica: int | None = None
     submitted_s: float = 0.0
     deadline_at_s: float | None = None
     state: RequestState = RequestState.QUEUED
@@ -91,7 +93,8 @@ class Request:
     finished_s: float | None = None
     retractions: int = 0
     rank: float = 0.0  # order in every queue, lowest first: see RequestQueue
-    slot: int = -1  # device slot while it runs
+    home: int = -1  # replica while it runs
+    slot: int = -1  # its device slot there
     lease: CacheLease | None = None  # pages while it runs
 
     @property

@@ -1,27 +1,96 @@
-"""A planned step on its way through the transaction."""
+"""A step on its way through the transaction: what each replica reserved, and the plans made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from resin.plan import BatchPlan
+from resin.plan import Bucket, StepPlan
 from resin.sched.cache import Reservation
 from resin.sched.planner import Chunk
 from resin.sched.request import Request
 from resin.sched.rows import LiveRows
 
 
-@dataclass(slots=True)
-class PlannedStep:
-    """A plan with what is needed to undo or commit it."""
+class Demand(NamedTuple):
+    """Which phases have something to run."""
 
-    plan: BatchPlan
+    prefill: bool
+    decode: bool
+
+
+class Needs(NamedTuple):
+    """What a bucket must hold: places, tokens, and pages in the rows of each cache group."""
+
+    sequences: int
+    tokens: int
+    row_pages: tuple[int, ...]
+
+    def union(self, other: Needs) -> Needs:
+        """What a bucket must hold to hold either."""
+        pages = tuple(max(pair) for pair in zip(self.row_pages, other.row_pages, strict=True))
+        return Needs(max(self.sequences, other.sequences), max(self.tokens, other.tokens), pages)
+
+
+@dataclass(slots=True)
+class PrefillDraft:
+    """Chunks with their pages, before they are a plan.
+
+    Attributes:
+        bucket: the one that the replica alone would run.
+        reservation: what was taken for it.
+        slots: int32 [n], of the chunks.
+    """
+
+    bucket: Bucket
+    needs: Needs
     reservation: Reservation
-    slots: slice | np.ndarray  # of the rows, an index into the columns of the SlotTable
-    requests: Sequence[Request]
-    chunks: list[Chunk] | None  # prefill only
-    rows: LiveRows | None  # decode only
-    ending: Sequence[int] = ()  # rows that get the last token that they may have (decode only)
+    chunks: list[Chunk]
+    slots: np.ndarray
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return [chunk.request for chunk in self.chunks]
+
+
+@dataclass(slots=True)
+class DecodeDraft:
+    """The next token of every live row with its pages, before it is a plan.
+
+    Attributes:
+        bucket: the one that the replica alone would run.
+        reservation: what was taken for it.
+        growing: for each paged group the places that start a page.
+        sealing: places whose state so far becomes a checkpoint.
+        ending: rows that get the last token that they may have.
+    """
+
+    bucket: Bucket
+    needs: Needs
+    reservation: Reservation
+    rows: LiveRows
+    growing: list[list[int]]
+    sealing: list[int]
+    ending: list[int]
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return self.rows.requests
+
+
+Draft = PrefillDraft | DecodeDraft
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step's plans, with what is needed to undo or commit them.
+
+    Attributes:
+        drafts: what each replica's plan was made of; None where it is empty.
+    """
+
+    plan: StepPlan
+    drafts: tuple[Draft | None, ...]

@@ -124,7 +124,7 @@ def test_retracted(runner: ModelRunner) -> None:
         assert long.take_result() == golden_tokens()[-1]
         want = golden_tokens()
         assert [request.take_result() for request in crowd] == [*want[:5], *want[1:5], *want[1:5], *want[1:5]]
-        assert engine.scheduler.retractions > 0
+        assert engine.scheduler.replicas[0].retractions > 0
 
 
 def test_prefix_hits_equal_cold_runs(runner: ModelRunner) -> None:

@@ -148,7 +148,7 @@ class Bf16Equalities:
         for extra in range(4):
             with self.engine(cache_pages=least + extra, context_length=4 * page, overlap=True) as engine:
                 got = generate(engine, jobs)
-                if engine.scheduler.retractions:
+                if engine.scheduler.replicas[0].retractions:
                     agreed_tokens(expected, got, "retraction")
                     return
         raise AssertionError("no arena size made the scheduler retract a request")

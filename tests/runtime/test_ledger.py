@@ -96,7 +96,7 @@ def test_a_prefix_cache_takes_the_memory_that_sequences_alone_would_not(
     monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: runner.model.nbytes + room)
     fits = runner.free_pages()
     engine = Engine(runner, prefix_cache=prefix_cache)
-    whole = engine.scheduler.cache.pages_needed(64, runner.config.max_plan_tokens)
+    whole = engine.scheduler.replicas[0].cache.pages_needed(64, runner.config.max_plan_tokens)
     assert 1500 < fits < 4000 and 2 * whole < 200
     assert engine.arena.num_pages == (fits if prefix_cache else 1 + 2 * whole)
     _, bounded = counting_runner(max_sequences=2, max_context_tokens=64, cache_bytes=300 * page_bytes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from resin import Engine, SamplingParams
+from resin.plan import empty_plan
 from resin.runtime import ModelRunner, build_runner
-from resin.runtime.measure import empty_plan
 from resin.runtime.program_kind import ProgramKind
 from tests.runtime.tiny_runner import tiny_checkpoint, tiny_options
 

@@ -66,7 +66,7 @@ def alone(runner: ModelRunner) -> list[tuple[list[int], Any]]:
 def test_together_as_alone(runner: ModelRunner, alone: list[tuple[list[int], Any]], settings: dict[str, int]) -> None:
     tokens, scores, engine = run(runner, range(ROWS), **settings)
     assert tokens == [each for each, _ in alone]
-    assert bool(engine.scheduler.retractions) == ("cache_pages" in settings)
+    assert bool(engine.scheduler.replicas[0].retractions) == ("cache_pages" in settings)
     for number, (mine, (_, wanted)) in enumerate(zip(scores, alone, strict=True)):
         for (chosen, top), (other, other_top) in zip(mine, wanted, strict=True):
             assert (chosen is None) == (PARAMS[number].logprobs is None)

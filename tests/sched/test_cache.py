@@ -65,7 +65,7 @@ def audit(request: Request) -> PrefixAudit:
 
 def resume_step(engine: Engine) -> int:
     """Prefixes resume at multiples of this: the page alignment, or the checkpoints."""
-    cache = engine.scheduler.cache
+    cache = engine.scheduler.replicas[0].cache
     return cache.checkpoint_tokens if cache.state_pages else cache.prefixes.align_tokens
 
 
@@ -110,7 +110,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
         for _ in range(2):
             request = serve(engine, tokens(40))
             assert request.prefix_audit is None and request.prefix_hit_tokens == 0
-            assert engine.scheduler.cache.pool.cached == 0
+            assert engine.scheduler.replicas[0].cache.pool.cached == 0
 
 
 @pytest.mark.parametrize("mix", sorted(MIXES))
@@ -126,9 +126,9 @@ def test_tenants_of_whom_nothing_is_cached_are_forgotten() -> None:
     with Engine(PagedFake(fake_config(MIXES["history"])), prefix_cache=True) as engine:
         for tenant in range(30):
             serve(engine, [1, 2], cache_salt=f"tenant {tenant}")
-        assert not engine.scheduler.cache.prefixes.trie._roots
+        assert not engine.scheduler.replicas[0].cache.prefixes.trie._roots
         serve(engine, tokens(9), cache_salt="stays")
-        assert len(engine.scheduler.cache.prefixes.trie._roots) == 1
+        assert len(engine.scheduler.replicas[0].cache.prefixes.trie._roots) == 1
 
 
 def test_a_prefix_in_use_is_a_candidate_again_when_its_reader_ends() -> None:
@@ -138,7 +138,7 @@ def test_a_prefix_in_use_is_a_candidate_again_when_its_reader_ends() -> None:
         reader = engine.submit(tokens(9), sampling_params=SamplingParams(max_output_tokens=2))
         engine.step()
         serve_later = [tokens(9, first) for first in (50, 60, 70)]
-        trie, node = engine.scheduler.cache.prefixes.trie, path_of(engine, tokens(9))[-1]
+        trie, node = engine.scheduler.replicas[0].cache.prefixes.trie, path_of(engine, tokens(9))[-1]
         tick = node.tick
         while trie.evict_one():
             pass
@@ -161,7 +161,7 @@ def test_two_that_compute_the_same_prefix_at_once_end_up_sharing(mix: str, runne
         while not all(len(request.output_ids) >= 30 for request in twins):
             engine.step()
             engine.scheduler.check_integrity()
-        cache = engine.scheduler.cache
+        cache = engine.scheduler.replicas[0].cache
         # Prompts are shared at once; what is generated at checkpoints, with Windows at every boundary, else at the end.
         generated = 56 if cache.prefixes._windows else 48 if cache.state_pages else 32
         for index in cache.prefixes._history:
@@ -183,7 +183,7 @@ def test_two_that_compute_the_same_prefix_at_once_end_up_sharing(mix: str, runne
 
 
 def path_of(engine: Engine, prompt: list[int]) -> list[PrefixNode]:
-    cache = engine.scheduler.cache
+    cache = engine.scheduler.replicas[0].cache
     raw = np.asarray(prompt, KEY_DTYPE).tobytes()
     return cache.prefixes.trie.walk(
         "", raw, KEY_BYTES * cache.prefixes.align_tokens, len(prompt) // cache.prefixes.align_tokens
@@ -194,9 +194,9 @@ def test_lost_by_eviction() -> None:
     with Engine(PagedFake(fake_config(MIXES["history"])), prefix_cache=True) as engine:
         serve(engine, tokens(40))
         for _ in range(4):
-            engine.scheduler.cache.prefixes.trie.evict_one()
+            engine.scheduler.replicas[0].cache.prefixes.trie.evict_one()
         assert audit(serve(engine, tokens(40))) == PrefixAudit(24, 36, {"evicted": 12})
-        while engine.scheduler.cache.prefixes.trie.evict_one():
+        while engine.scheduler.replicas[0].cache.prefixes.trie.evict_one():
             pass
         assert audit(serve(engine, tokens(40))) == PrefixAudit(0, 36, {"evicted": 36})
 
@@ -210,7 +210,7 @@ def test_lost_because_no_checkpoint_lies_there() -> None:
 def test_lost_with_a_checkpoint() -> None:
     with Engine(PagedFake(fake_config(MIXES["history+state"])), prefix_cache=True) as engine:
         serve(engine, tokens(46))
-        engine.scheduler.cache.prefixes.trie._drop_resume(path_of(engine, tokens(46))[32 // 4 - 1])
+        engine.scheduler.replicas[0].cache.prefixes.trie._drop_resume(path_of(engine, tokens(46))[32 // 4 - 1])
         lost = {"unaligned": 12 + 12, "no checkpoint": 4}
         assert audit(serve(engine, tokens(46))) == PrefixAudit(16, 44, lost)
         assert audit(serve(engine, tokens(46))).hit_tokens == 32, "computed again, kept again"
@@ -221,7 +221,7 @@ def test_lost_with_a_window() -> None:
         serve(engine, tokens(46))
         nodes = path_of(engine, tokens(46))
         for node in nodes[-2:]:
-            engine.scheduler.cache.prefixes.trie._drop_resume(node)
+            engine.scheduler.replicas[0].cache.prefixes.trie._drop_resume(node)
         assert audit(serve(engine, tokens(46))) == PrefixAudit(36, 44, {"window gone": 8})
         assert audit(serve(engine, tokens(46))).hit_tokens == 44
 
@@ -254,7 +254,7 @@ def test_the_audit_adds_up_under_pressure(mix: str) -> None:
     """Small pools, shared prefixes, everything evicted at some time: hits and losses always make the ceiling."""
     draw = random.Random(4)
     config = fake_config(MIXES[mix], max_context_tokens=128, max_plan_tokens=24, max_sequences=3)
-    sizing = Engine(PagedFake(config), prefix_cache=True).scheduler.cache.pages_needed(128, 1)
+    sizing = Engine(PagedFake(config), prefix_cache=True).scheduler.replicas[0].cache.pages_needed(128, 1)
     with Engine(OverlapFake(config), prefix_cache=True, cache_pages=1 + sizing + 12) as engine:
         sent = []
         reasons: set[str] = set()
@@ -272,7 +272,7 @@ def test_the_audit_adds_up_under_pressure(mix: str) -> None:
             reasons |= audit(request).losses.keys()
             want = expected_tokens(config, request.prompt_ids.tolist(), request.max_outputs)
             assert request.take_result() == want
-        assert "evicted" in reasons and engine.scheduler.cache.evictions > 0
+        assert "evicted" in reasons and engine.scheduler.replicas[0].cache.evictions > 0
 
 
 @pytest.mark.parametrize("mix", ["history", "window", "state", "all"])
@@ -281,7 +281,7 @@ def test_what_was_hit_last_stays_longest(mix: str) -> None:
         old, new = tokens(33), tokens(33, 100)
         for prompt in (old, new, old):
             serve(engine, prompt)
-        trie = engine.scheduler.cache.prefixes.trie
+        trie = engine.scheduler.replicas[0].cache.prefixes.trie
         last = {"old": path_of(engine, old)[-1], "new": path_of(engine, new)[-1]}
         assert last["old"].tick > last["new"].tick
         while last["new"].alive:
@@ -299,11 +299,13 @@ class Watched(OverlapFake):
 
     def _execute(self, plan: BatchPlan) -> ForwardOutput:
         before = self.arena.copy()
-        shared = sorted({page for node in self.engine.scheduler.cache.prefixes.trie.nodes() for page in node.pages()})
+        shared = sorted(
+            {page for node in self.engine.scheduler.replicas[0].cache.prefixes.trie.nodes() for page in node.pages()}
+        )
         output = super()._execute(plan)
         changed = (self.arena != before).any(axis=(1, 2))
         assert not changed[shared].any(), "a shared page was written"
-        pool = self.engine.scheduler.cache.pool
+        pool = self.engine.scheduler.replicas[0].cache.pool
         assert all(pool._readers[page] == 1 for page in np.flatnonzero(changed) if page)
         return output
 
@@ -352,7 +354,7 @@ def plans_of(mix: str, runner: PagedFake, prefix_cache: bool) -> Iterator[tuple[
             engine.submit(prompt, sampling_params=SamplingParams(max_output_tokens=draw.randrange(1, 40)))
         while engine.has_work():
             engine.step()
-            yield engine.scheduler.cache, list(engine.scheduler.running())
+            yield engine.scheduler.replicas[0].cache, list(engine.scheduler.running())
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cache"])
@@ -473,13 +475,13 @@ def test_rows_and_pages_foreseen() -> None:
 def test_nodes_that_lead_to_no_page_go_with_their_request(groups: tuple[CacheGroup, ...]) -> None:
     """Where no group keeps anything at a boundary, prompts without end must not leave nodes without end."""
     with Engine(PagedFake(fake_config(groups)), prefix_cache=True) as engine:
-        prefixes = engine.scheduler.cache.prefixes
+        prefixes = engine.scheduler.replicas[0].cache.prefixes
         for first in range(40):
             serve(engine, tokens(30, first))
-        assert prefixes.trie.num_nodes <= 8 * engine.scheduler.cache.pool.cached
+        assert prefixes.trie.num_nodes <= 8 * engine.scheduler.replicas[0].cache.pool.cached
         while prefixes.trie.evict_one():
             pass
-        assert prefixes.trie.num_nodes == 0 and engine.scheduler.cache.pool.cached == 0
+        assert prefixes.trie.num_nodes == 0 and engine.scheduler.replicas[0].cache.pool.cached == 0
 
 
 class Roomy(PagedFake):

@@ -158,7 +158,7 @@ def test_rows_of_ended_requests_are_discarded_wherever_they_are(prefix_cache: bo
                         engine.cancel(request)
                 events += engine.step()
                 engine.scheduler.check_integrity()
-            assert engine.scheduler.cache.pool.leased == 0 and not engine.scheduler.closing
+            assert engine.scheduler.replicas[0].cache.pool.leased == 0 and not engine.scheduler.replicas[0].closing
         told: dict[int, list[int]] = {request.id: [] for request in sent}
         for event in events:
             if isinstance(event, TokensEvent):

@@ -44,7 +44,7 @@ def check_same(plan: BatchPlan, fresh: np.ndarray) -> None:
 
 def watch(engine: Engine) -> list[int]:
     """Compares every decode plan of the engine; returns a list that gets the rows of each patched one."""
-    planner = engine.scheduler.planner
+    planner = engine.scheduler.replicas[0].planner
     plan_decode, patched = planner.plan_decode, []
 
     def compare(step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: Any) -> BatchPlan:

@@ -61,7 +61,7 @@ def test_equal_placeholders_share_what_their_contents_share(
     prompt = prompt_of(found)
     config = fake_config(MIXES[mix], max_context_tokens=128, max_plan_tokens=32)
     with Engine(PagedFake(config), prefix_cache=True) as engine:
-        cache = engine.scheduler.cache
+        cache = engine.scheduler.replicas[0].cache
         step = cache.checkpoint_tokens if cache.state_pages else cache.prefixes.align_tokens
         first = serve(engine, prompt, media(found))
         changed = data.draw(st.integers(0, len(found) - 1))

@@ -110,7 +110,7 @@ def test_a_request_without_room_ends_alone_and_says_why(overlap: int) -> None:
     config = uneven(5, {2: 7}, context=40, chunk=16)
     runner = (OverlapFake if overlap else PagedFake)(config)
     with Engine(runner, cache_pages=least_pages(config, prefix_cache=False), overlap=overlap) as engine:
-        assert engine.scheduler.cache.pool.try_reserve(8) is not None  # gone, and nobody gives them back
+        assert engine.scheduler.replicas[0].cache.pool.try_reserve(8) is not None  # gone, and nobody gives them back
         params = SamplingParams(max_output_tokens=30, temperature=0)
         large = engine.submit([1] * 20, sampling_params=params)
         small = engine.submit([2, 3], sampling_params=SamplingParams(max_output_tokens=4, temperature=0))

@@ -58,7 +58,7 @@ class Driver:
         self.runner.check = self.check_rows
         self.clock_s = 0.0
         sizing = Engine(PagedFake(self.config), prefix_cache=prefix_cache)
-        lone = sizing.scheduler.cache.pages_needed(CONTEXT_TOKENS, 1)
+        lone = sizing.scheduler.replicas[0].cache.pages_needed(CONTEXT_TOKENS, 1)
         self.engine = Engine(
             self.runner,
             prefix_cache=prefix_cache,
@@ -140,7 +140,7 @@ class Driver:
                 assert pages and pages == held[-len(pages) :], f"{group.name}: stale page row"
         places = leased_places(self.engine, plan)
         assert plan.positions.tolist() == places.positions and plan.seq_lens.tolist() == places.lengths
-        is_writable = self.engine.scheduler.cache.pool.is_writable
+        is_writable = self.engine.scheduler.replicas[0].cache.pool.is_writable
         for name, (pages, offsets) in places.destinations.items():
             assert [column.tolist() for column in plan.append_places(name)] == [pages, offsets], name
             assert all(page == 0 or is_writable(page) for page in pages)
@@ -163,12 +163,12 @@ class Driver:
 
     def retract(self) -> None:
         scheduler = self.engine.scheduler
-        idle = [request for request in scheduler.running() if not scheduler.table.in_flight[request.slot]]
+        idle = [request for request in scheduler.running() if not scheduler.replicas[0].table.in_flight[request.slot]]
         if len(idle) > 1:
-            scheduler.retract(self.random.choice(idle))
+            scheduler.replicas[0].retract(self.random.choice(idle))
 
     def evict(self) -> None:
-        self.engine.scheduler.cache.prefixes.trie.evict_one()
+        self.engine.scheduler.replicas[0].cache.prefixes.trie.evict_one()
 
     def reject(self) -> None:
         """The runner refuses the next plan: no token, position or page of it may remain (admissions may)."""
@@ -190,7 +190,7 @@ class Driver:
         for request in scheduler.running():
             assert request.lease is not None
             kept = [row.end for row in request.lease.rows], [len(ring.held) for ring in request.lease.states]
-            positions[request] = (int(scheduler.table.computed[request.slot]), str(kept))
+            positions[request] = (int(scheduler.replicas[0].table.computed[request.slot]), str(kept))
         return [len(request.output_ids) for request in self.requests], positions
 
     def check(self) -> None:
@@ -211,7 +211,7 @@ class Driver:
         for request in self.requests:
             assert request.state is RequestState.FINISHED
             self.check_tokens(request)
-        assert self.engine.scheduler.cache.pool.leased == 0
+        assert self.engine.scheduler.replicas[0].cache.pool.leased == 0
         self.engine.close()
 
     def check_tokens(self, request: Request) -> None:

@@ -198,7 +198,7 @@ def test_a_stop_token_as_the_very_first_token(runner_class: type[PagedFake]) -> 
             run(engine)
             assert request.take_result() == want and request.finish_reason is FinishReason.STOP
         engine.scheduler.check_integrity()
-        assert engine.scheduler.cache.pool.leased == 0
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0
 
 
 # -- callbacks ------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_callback_and_planning_that_fail_together_end_the_request_once(monkeyp
         bad = engine.submit([1], sampling_params=SamplingParams(allowed_tokens=broken))  # type: ignore[arg-type]
         good = engine.submit([3, 4], sampling_params=GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.scheduler.planner, "plan_prefill", fail)
+            patch.setattr(engine.scheduler.replicas[0].planner, "plan_prefill", fail)
             with pytest.raises(MemoryError):
                 engine.step()
         engine.cancel(bad)
@@ -361,9 +361,9 @@ def test_prompt_logprobs_are_whole_whatever_happens_on_the_way(length: int, over
             engine.step()
             scheduler = engine.scheduler
             idle = [request for request in asking if request.slot >= 0 and not request.is_finished]
-            idle = [request for request in idle if not scheduler.table.in_flight[request.slot]]
+            idle = [request for request in idle if not scheduler.replicas[0].table.in_flight[request.slot]]
             if step % 3 == 1 and idle and step < 12:
-                scheduler.retract(idle[0])
+                scheduler.replicas[0].retract(idle[0])
             scheduler.check_integrity()
         for width, request in zip((0, 2), asking, strict=True):
             assert request.take_result() == first.take_result()
@@ -413,7 +413,7 @@ def test_thousands_of_submissions_and_cancellations(runner_class: type[PagedFake
         assert len(set(ended)) == len(ended)
         assert all(request.finish_reason is not None for request in sent)
         engine.scheduler.check_integrity()
-        assert engine.scheduler.cache.pool.leased == 0 and engine.scheduler.table.free == 4
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0 and engine.scheduler.replicas[0].table.free == 4
 
 
 def test_what_was_cancelled_or_ended_does_not_pile_up() -> None:
@@ -425,7 +425,7 @@ def test_what_was_cancelled_or_ended_does_not_pile_up() -> None:
             engine.cancel(engine.submit([2, 3], sampling_params=GREEDY, deadline_s=1e6))
             engine.drain_events()
         assert len(engine.scheduler.queue) == 0
-        assert len(engine.scheduler.queue._heap) < 200 and len(engine._deadlines) < 200
+        assert len(engine.scheduler.queue._lanes[None]) < 200 and len(engine._deadlines) < 200
         for request in hold:
             engine.cancel(request)
 
@@ -461,7 +461,7 @@ def _grown_bytes(steps: int, warm_up: int) -> int:
                         engine.cancel(request)
                 engine.step()
 
-        engine.scheduler.cache.prefixes.seen = SeenPages(
+        engine.scheduler.replicas[0].cache.prefixes.seen = SeenPages(
             capacity=20
         )  # the real one grows for longer than any test runs
         tracemalloc.start()

@@ -236,7 +236,7 @@ def test_every_column(mix: str, runner_class: type[PagedFake], prefix_cache: boo
                 engine.step()
         while engine.has_work():
             engine.step()
-        assert not engine.scheduler.retractions
+        assert not engine.scheduler.replicas[0].retractions
         phases = {plan.phase for plan, _ in oracle.kept}
         assert phases == {Phase.PREFILL, Phase.DECODE}
         for plan, bytes_then in oracle.kept:

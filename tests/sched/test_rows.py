@@ -22,7 +22,7 @@ def engine_with(
     engine = Engine(runner_class(config), prefix_cache=True)
     for i, size in enumerate(sizes):
         engine.submit([i + 1] * size, sampling_params=SamplingParams(max_output_tokens=count, temperature=0))
-    while engine.scheduler.prefilling or len(engine.scheduler.queue):
+    while engine.scheduler.replicas[0].prefill.requests or len(engine.scheduler.queue):
         engine.step()
     engine.step()
     return engine
@@ -36,8 +36,8 @@ def last_ids(engine: Engine) -> tuple[int, ...]:
 @RUNNERS
 def test_a_request_keeps_its_place_while_others_come_and_go(runner_class: type[PagedFake]) -> None:
     with engine_with(runner_class, sizes=(3, 5, 8, 2)) as engine:
-        requests = list(engine.scheduler.decoding)
-        places = {request: engine.scheduler.rows.place(request) for request in requests}
+        requests = list(engine.scheduler.replicas[0].decode.requests)
+        places = {request: engine.scheduler.replicas[0].decode.rows.place(request) for request in requests}
         assert sorted(places.values()) == [0, 1, 2, 3]
         gone = min(places, key=lambda request: places[request])
         engine.cancel(gone)
@@ -49,8 +49,8 @@ def test_a_request_keeps_its_place_while_others_come_and_go(runner_class: type[P
         while not late.is_finished:
             engine.step()
             for request in requests:
-                if request in engine.scheduler.rows:
-                    assert engine.scheduler.rows.place(request) == places[request]
+                if request in engine.scheduler.replicas[0].decode.rows:
+                    assert engine.scheduler.replicas[0].decode.rows.place(request) == places[request]
             seen.add(last_ids(engine)[0])
         assert late.id in seen, "the lowest empty place"
 
@@ -67,23 +67,25 @@ def test_no_row_is_planned_past_its_limit(runner_class: type[PagedFake]) -> None
 
 def test_rows_move_down_when_a_smaller_bucket_would_do() -> None:
     with engine_with(sizes=(3, 5, 8, 2)) as engine:  # buckets of 1 and 4 rows
-        *others, last = sorted(engine.scheduler.decoding, key=engine.scheduler.rows.place)
+        *others, last = sorted(
+            engine.scheduler.replicas[0].decode.requests, key=engine.scheduler.replicas[0].decode.rows.place
+        )
         for request in others[:2]:
             engine.cancel(request)
         engine.step()
-        assert engine.scheduler.rows.place(last) == 3 and len(last_ids(engine)) == 4
+        assert engine.scheduler.replicas[0].decode.rows.place(last) == 3 and len(last_ids(engine)) == 4
         engine.cancel(others[2])
         engine.step()
-        assert engine.scheduler.rows.place(last) == 0 and last_ids(engine) == (last.id,)
+        assert engine.scheduler.replicas[0].decode.rows.place(last) == 0 and last_ids(engine) == (last.id,)
 
 
 def test_positions_and_page_starts_follow_from_what_was_computed() -> None:
     with engine_with(sizes=(3, 5, 8)) as engine:
-        rows, table = engine.scheduler.rows, engine.scheduler.table
+        rows, table = engine.scheduler.replicas[0].decode.rows, engine.scheduler.replicas[0].table
         for _ in range(9):
             computed = [int(table.computed[rows.request(place).slot]) for place in range(3)]
             assert [rows.position(place) for place in range(3)] == computed
-            for group in engine.scheduler.cache.paged:
+            for group in engine.scheduler.replicas[0].cache.paged:
                 span = group.span_tokens
                 assert rows.starting(span) == [place for place in range(3) if computed[place] % span == 0]
             engine.step()
@@ -95,8 +97,8 @@ def test_stop_lists_are_as_wide_as_the_longest() -> None:
             engine.submit([1], sampling_params=SamplingParams(max_output_tokens=9, stop_token_ids=stops))
         engine.submit([1], sampling_params=SamplingParams(stop_token_ids=tuple(range(9)), ignore_stop=True))
         engine.step()
-        engine.scheduler._plan_decode(in_flight=False)
-        assert engine.scheduler.rows.live().stop_ids.shape == (3, 4)
+        engine.scheduler.replicas[0].decode.settle()
+        assert engine.scheduler.replicas[0].decode.rows.live().stop_ids.shape == (3, 4)
 
 
 @RUNNERS
@@ -122,7 +124,7 @@ def test_rows_agree_with_a_plain_model() -> None:
     """Any order of joins, ends, pauses, steps and moves."""
     draw = random.Random(4)
     with engine_with(sizes=(3, 5, 8, 2), count=200) as engine:
-        table, requests = engine.scheduler.table, list(engine.scheduler.decoding)
+        table, requests = engine.scheduler.replicas[0].table, list(engine.scheduler.replicas[0].decode.requests)
         rows = DecodeRows(table, 6, (4, 7))
         seated: dict[object, int] = {}
         paused: set[int] = set()

@@ -106,7 +106,7 @@ def test_the_tightest_buckets_that_are_accepted_carry_every_request(
 ) -> None:
     """Large chunks leave wide Window rows behind; neither the next chunk nor decoding may trip over them."""
     config = fake_config(MIXES[mix], max_context_tokens=128, max_sequences=2, max_plan_tokens=32)
-    cache = Engine(PagedFake(config)).scheduler.cache
+    cache = Engine(PagedFake(config)).scheduler.replicas[0].cache
     least = cache.row_pages_needed(config.max_context_tokens, 1)
     pages = iter(least)
     least = [0 if isinstance(group, StateGroup) else next(pages) for group in config.groups]
@@ -165,7 +165,7 @@ def test_rows_that_no_bucket_holds_together_take_turns(runner_class: type[PagedF
             if not engine.has_work():
                 break
             engine.step()
-            for request in engine.scheduler.decoding:
+            for request in engine.scheduler.replicas[0].decode.requests:
                 if request.id in runner.plans[-1].request_ids:
                     last[request.id] = step
                 assert step - last.get(request.id, step) <= 6, "a row waits longer than the others need"
@@ -220,7 +220,7 @@ def test_a_pool_of_exactly_one_sequence_runs_everything(
     mix: tuple[CacheGroup, ...], prefix_cache: bool, runner_class: type[PagedFake]
 ) -> None:
     config = fake_config(mix, max_context_tokens=64, max_sequences=3)
-    pages = Engine(PagedFake(config), prefix_cache=prefix_cache).scheduler.cache.pages_needed(64, 1)
+    pages = Engine(PagedFake(config), prefix_cache=prefix_cache).scheduler.replicas[0].cache.pages_needed(64, 1)
     with pytest.raises(InvalidRequest, match="context_length"):
         Engine(PagedFake(config), prefix_cache=prefix_cache, cache_pages=pages)
     with Engine(runner_class(config), prefix_cache=prefix_cache, cache_pages=pages + 1) as engine:
@@ -229,7 +229,7 @@ def test_a_pool_of_exactly_one_sequence_runs_everything(
         for request in sent:
             room = 64 - len(request.prompt_ids)
             assert request.take_result() == expected_tokens(config, request.prompt_ids.tolist(), room)
-        assert engine.scheduler.cache.pool.leased == 0
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0
 
 
 def test_a_request_that_blocks_the_queue_lets_others_in_when_it_leaves() -> None:
@@ -389,7 +389,7 @@ def test_planning_that_fails_anywhere_leaks_nothing_and_can_be_repeated(
         for _ in range(4):
             engine.step()
         late = [engine.submit(prompt(9, 10 + i), sampling_params=greedy(12)) for i in range(2)]
-        target = attrgetter(owner)(engine.scheduler)
+        target = attrgetter(owner)(engine.scheduler.replicas[0])
         monkeypatch.setattr(target, name, Nth(getattr(target, name), nth))
         failed = 0
         for _ in range(12):
@@ -403,7 +403,7 @@ def test_planning_that_fails_anywhere_leaks_nothing_and_can_be_repeated(
         run(engine)
         for request in (*early, *late):
             assert request.take_result() == expected_tokens(config, request.prompt_ids.tolist(), 12)
-        assert engine.scheduler.cache.pool.leased == 0
+        assert engine.scheduler.replicas[0].cache.pool.leased == 0
 
 
 @RUNNERS
@@ -442,7 +442,7 @@ def test_a_runner_without_cache_groups_lets_everybody_in() -> None:
     for _ in range(3):
         engine.submit([1], sampling_params=SamplingParams(max_output_tokens=50))
         engine.step()
-    assert engine.scheduler.num_running == 3
+    assert engine.scheduler.replicas[0].num_running == 3
 
 
 @RUNNERS
@@ -483,7 +483,7 @@ def test_penalised_requests_wait_for_rows_of_counts(runner_class: type[PagedFake
             engine.step()
             engine.scheduler.check_integrity()
             held = [each for each in engine.scheduler.running() if each.params.has_penalties]
-            rows = [int(engine.scheduler.table.count_row[each.slot]) for each in held]
+            rows = [int(engine.scheduler.replicas[0].table.count_row[each.slot]) for each in held]
             assert len(held) <= 2 and len(set(rows)) == len(rows) and set(rows) <= {0, 1}
             started += [each.id for each in sent if each.output_ids and each.id not in started]
     assert [each.take_result() for each in sent] == [expected_tokens(config, prompt(4, i), 6) for i in range(9)]

@@ -83,7 +83,7 @@ async def assert_nothing_is_left(server: HttpServer, tasks: int) -> None:
     assert states == {"waiting": 0, "prefill": 0, "decode": 0}
     assert found['resin_pool_pages{state="leased"}'] == 0
     assert found["resin_http_requests_in_progress"] == 1  # this very scrape
-    actor.engine.scheduler.cache.check_integrity(())
+    actor.engine.scheduler.replicas[0].cache.check_integrity(())
 
 
 def malformed(rng: random.Random, path: str) -> bytes:
