@@ -1,7 +1,8 @@
 """Resin: building blocks for LLM inference in JAX. Importing this package imports no jax."""
 
-from resin.engine import Engine, EngineFailed
+from resin.engine import Engine
 from resin.events import Event, FinishedEvent, TokenRow, TokensEvent
+from resin.health import EngineFailed
 from resin.plan import (
     ArenaSpec,
     BatchPlan,

@@ -7,8 +7,6 @@ may be retried; whatever fails after it quarantines the engine. Ctrl-C waits for
 from __future__ import annotations
 
 import contextlib
-import heapq
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,33 +16,24 @@ from typing import Any
 import numpy as np
 
 from resin.binding import Binding
-from resin.events import Event, FinishedEvent, TokensEvent
+from resin.events import Event
+from resin.health import EngineFailed, Health
+from resin.intake import Intake
 from resin.interrupts import Uninterrupted
 from resin.metrics import EngineMetrics
+from resin.outcomes import Outcomes
 from resin.plan import (
-    ForwardOutput,
-    InvalidRequest,
-    Phase,
-    ResinError,
     Runner,
     SamplingParams,
 )
-from resin.record import PlanRecorder
 from resin.resolved import ResolvedConfig, resolve
 from resin.sched.admission import check_context
 from resin.sched.cache import CacheManager
-from resin.sched.commit import Committed
-from resin.sched.keys import MediaSpan, check_media, prompt_keys
+from resin.sched.keys import MediaSpan
 from resin.sched.policy import Policy
-from resin.sched.request import FinishReason, PromptLogprobs, Request, check_prompt, check_terms
+from resin.sched.request import FinishReason, Request
 from resin.sched.scheduler import Scheduler
 from resin.sched.step import PlannedStep
-
-MAX_OVERLAP = 4
-
-
-class EngineFailed(ResinError):
-    """The engine is quarantined, because a step failed after its plan was accepted, or closed. Build a new engine."""
 
 
 class Engine:
@@ -90,39 +79,28 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self._binding = Binding(runner)
+        self._binding = Binding(runner, overlap, context_length)
         self.parts = self._binding.parts
         self.config = config = self.parts.config
-        self.context_length = config.max_context_tokens if context_length is None else context_length
-        if not 2 <= self.context_length <= config.max_context_tokens:
-            raise InvalidRequest("context_length", context_length, f"2 to {config.max_context_tokens}")
-        self._clock = clock
-        if overlap is not None and overlap not in range(MAX_OVERLAP + 1):
-            raise InvalidRequest("overlap", overlap, f"0 to {MAX_OVERLAP} plans, or None")
-        self._wanted_overlap = overlap
-        self._overlap = 0
+        self.context_length = self._binding.context_length
         self._resolved: ResolvedConfig | None = None
         self._in_flight: deque[tuple[PlannedStep, Any]] = deque()
-        self._events: list[Event] = []
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._live = 0
-        self._next_id = 0
-        self._failure: BaseException | None = None
-        self._is_closed = False
+        self._clock = clock
+        self._intake = Intake(config, self.context_length)
+        self._health = Health()
         # Called on the stepping thread just before the runner is waited for; must not call the engine.
         self.before_wait: Callable[[], None] = lambda: None
-        self._planning = False  # callbacks of requests run while planning, and must not come back here
         self._transaction = Uninterrupted(on_broken=self._quarantine)
-        self.metrics: EngineMetrics | None = None
-        self._recorder: PlanRecorder | None = None
         try:
             with Uninterrupted():
-                self.arena = self._binding.bind(cache_pages, self.context_length, prefix_cache=prefix_cache)
+                self.arena = self._binding.bind(cache_pages, prefix_cache=prefix_cache)
                 cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
                 self.scheduler = Scheduler(config, [cache], policy or Policy())
                 check_context(config, cache, self.scheduler.replicas[0].planner, self.context_length)
                 self.metrics = EngineMetrics(self.scheduler, self.parts.observations) if enable_metrics else None
-                self._recorder = PlanRecorder(Path(record), config, self.arena) if record is not None else None
+                self._outcomes = Outcomes(self.scheduler, self.metrics, clock)
+                if record is not None:
+                    self._binding.record(Path(record), self.arena)
         except BaseException:
             self._binding.release()
             raise
@@ -131,30 +109,22 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        try:
+        with contextlib.suppress(*([Exception] if error else ())):  # what ended the block says more than leftovers do
             self.close()
-        except Exception:
-            if error is None:  # else what ended the block says more than what its leftovers do
-                raise
 
     def close(self) -> None:
         """Cancels what still runs, collects what is in flight, and gives the runner free; safe to call twice."""
-        self._refuse_reentry()
+        self._health.refuse_reentry()
         with self._transaction:
             try:
-                if self._failure is None and not self._is_closed:
+                if self._health.is_usable:
                     for request in [*self.scheduler.queue.waiting(), *self.scheduler.running()]:
-                        self._finish(request, FinishReason.CANCELLED)
+                        self._outcomes.finish(request, FinishReason.CANCELLED)
                     while self._in_flight:
                         self._commit_oldest()
             finally:
-                self._is_closed = True
-                recorder, self._recorder = self._recorder, None
-                try:
-                    if recorder is not None:
-                        recorder.close()
-                finally:
-                    self._binding.release()
+                self._health.is_closed = True
+                self._binding.release()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -185,63 +155,35 @@ class Engine:
             EngineFailed: the engine is quarantined or closed.
             KeyboardInterrupt: Ctrl-C came meanwhile; the request has been cancelled.
         """
-        self._check_usable()
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest("sampling_params", params, "a SamplingParams or None")
-        prompt = check_prompt(token_ids, vocab_size=self.config.vocab_size, context_length=self.context_length)
-        if self.config.vocab_size:
-            params.check_vocab(self.config.vocab_size)
-        elif params.allowed_tokens is not None:
-            raise InvalidRequest("allowed_tokens", params.allowed_tokens, "None: the runner declares no vocab_size")
-        check_terms(priority, deadline_s, cache_salt)
-        spans = check_media(media, len(prompt))
-        now = self._clock()
-        request = Request(
-            id=self._next_id,
-            prompt_ids=prompt,
-            params=params,
-            seed=params.seed if params.seed is not None else secrets.randbits(64),
-            max_outputs=min(params.max_output_tokens, self.context_length - len(prompt)),
-            priority=float(priority),
-            cache_salt=cache_salt,
-            prompt_keys=prompt_keys(prompt, spans) if spans else None,
-            replica=replica,
-            submitted_s=now,
-            deadline_at_s=None if deadline_s is None else now + deadline_s,
+        self._health.check()
+        request = self._intake.make(
+            token_ids,
+            SamplingParams() if sampling_params is None else sampling_params,
+            self._clock(),
+            (priority, deadline_s, cache_salt, media, replica),
         )
-        if params.prompt_logprobs is not None:
-            places, width = len(prompt) - 1, params.prompt_logprobs
-            columns = np.zeros(places, np.float32), np.zeros((places, width), np.int32), np.zeros((places, width), "f4")
-            request.prompt_logprobs = PromptLogprobs(*columns)
         with self._transaction as transaction:
             self.scheduler.submit(request)
-            self._next_id += 1
-            self._live += 1
-            if request.deadline_at_s is not None:
-                self._note_deadline(request.deadline_at_s, request)
-            if self.metrics is not None:
-                self.metrics.on_submit(request)
+            self._intake.taken += 1
+            self._outcomes.expect(request)
             if transaction.is_requested:
-                self._finish(request, FinishReason.CANCELLED)
+                self._outcomes.finish(request, FinishReason.CANCELLED)
         return request
 
     def cancel(self, request: Request) -> None:
         """Ends a request at any moment; its FinishedEvent comes with the next step. Ended requests are left alone."""
-        self._refuse_reentry()
-        if not request.is_finished and self._failure is None:
+        self._health.refuse_reentry()
+        if not request.is_finished and self._health.failure is None:
             with self._transaction:
-                self._finish(request, FinishReason.CANCELLED)
+                self._outcomes.finish(request, FinishReason.CANCELLED)
 
     def has_work(self) -> bool:
         """True while requests wait or run, a plan is in flight, or events have not been returned; False once closed."""
-        is_usable = self._failure is None and not self._is_closed
-        return is_usable and bool(self._live or self._in_flight or self._events)
+        return self._health.is_usable and bool(self._outcomes.live or self._in_flight or self._outcomes)
 
     def drain_events(self) -> Sequence[Event]:
         """Events not yet returned by a step, also those of a quarantined or closed engine."""
-        events, self._events = self._events, []
-        return events
+        return self._outcomes.drain()
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -255,13 +197,13 @@ class Engine:
                 next step, or `drain_events`. A second Ctrl-C cuts the step short and quarantines the engine.
         """
         with self._transaction:
-            self._check_usable()
-            self._expire_deadlines()
+            self._health.check()
+            self._outcomes.expire()
             planned = self._plan()
             if planned is not None:
                 self._accept(planned)
                 self._dispatch(planned)
-            if self._in_flight and (planned is None or len(self._in_flight) > self._overlap):
+            if self._in_flight and (planned is None or len(self._in_flight) > self._binding.overlap):
                 self._commit_oldest()
         return self.drain_events()
 
@@ -274,16 +216,9 @@ class Engine:
         """Chooses what was left open, by what the runner has measured."""
         scheduler, times = self.scheduler, self.parts.step_times()
         self._resolved = found = resolve(
-            self.parts,
-            scheduler.policy,
-            context_length=self.context_length,
-            max_plan_tokens=scheduler.max_plan_tokens,
-            arena=self.arena,
-            prefix_cache=scheduler.replicas[0].cache.prefixes.enabled,
-            overlap=self._wanted_overlap if self._binding.can_overlap else 0,
-            times=times,
+            self.parts, scheduler, self.context_length, self.arena, self._binding.wanted_overlap, times
         )
-        self._overlap = found.overlap
+        self._binding.overlap = found.overlap
         scheduler.settle(found.prefill_streak_tokens, times)
         return found
 
@@ -292,18 +227,15 @@ class Engine:
             self._settle()
         started = time.perf_counter()
         while True:
-            self._planning = True
-            try:
+            with self._health:
                 planned = self.scheduler.plan_next()
-            finally:
-                self._planning = False
             if not self.scheduler.failures:
                 break
             # A request's own callback raised, or it has no room alone: end that request, and plan again without it.
             if planned is not None:
                 self.scheduler.rollback(planned)
             for request, error in self.scheduler.failures:
-                self._finish(request, FinishReason.ERROR, error)
+                self._outcomes.finish(request, FinishReason.ERROR, error)
             self.scheduler.failures.clear()
         if self.metrics is not None and planned is not None:
             self.metrics.on_plan(time.perf_counter() - started)
@@ -320,13 +252,10 @@ class Engine:
     def _dispatch(self, planned: PlannedStep) -> None:
         started = time.perf_counter()
         try:
-            (plan,) = planned.plan.plans
-            if self._recorder is not None:
-                self._recorder.write_plan(plan)
-            runner = self._binding.runner
-            if not self._overlap:
+            if not self._binding.overlap:
                 self.before_wait()
-            handle = runner.dispatch(plan) if self._overlap else runner.forward(plan)
+            (plan,) = planned.plan.plans
+            handle = self._binding.dispatch(plan)
         except Exception as error:
             raise self._quarantine(error) from error
         self._in_flight.append((planned, handle))
@@ -336,86 +265,24 @@ class Engine:
     def _commit_oldest(self) -> None:
         planned, handle = self._in_flight.popleft()
         try:
-            runner = self._binding.runner
-            if self._overlap:
+            if self._binding.overlap:
                 self.before_wait()
-            output: ForwardOutput = runner.collect(handle) if self._overlap else handle
+            output = self._binding.collect(planned.plan.plans[0], handle)
             started = time.perf_counter()
-            if self._recorder is not None:
-                self._recorder.write_output(planned.plan.plans[0], output)
             for committed in self.scheduler.commit(planned, [output]):
-                self._publish_events(committed, output)
+                self._outcomes.publish(committed, output)
         except Exception as error:
             raise self._quarantine(error) from error
         if self.metrics is not None:
             self.metrics.on_commit(time.perf_counter() - started)
 
-    def _publish_events(self, committed: Committed, output: ForwardOutput) -> None:
-        now, plan = self._clock(), committed.plan
-        count = len(committed.requests)
-        if count:
-            requests, tokens, indptr = tuple(committed.requests), committed.token_ids, np.arange(count + 1)
-            picked: list[np.ndarray | None] = []
-            if plan.wants_logprobs:
-                columns = (output.logprobs, output.top_ids, output.top_logprobs)
-                picked = [None if column is None else np.asarray(column)[committed.rows] for column in columns]
-            self._events.append(TokensEvent(requests, tokens, indptr, *picked))
-        if plan.phase is Phase.PREFILL:
-            for request in committed.requests:
-                if request.first_token_s is None:
-                    request.first_token_s = now
-        if self.metrics is not None:
-            self.metrics.on_tokens(committed, now)
-        committed.stamp(now)
-        for request, reason in committed.finished:
-            self._finish(request, reason)
-        for request, error in committed.failed:
-            self._finish(request, FinishReason.ERROR, error)
-
-    # -- ends ---------------------------------------------------------------------------------------------------
-
-    def _finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
-        if request.finish_reason is not None:
-            return
-        if not request.is_finished:
-            self.scheduler.finish(request, is_sound=reason is not FinishReason.ERROR)
-        request.finish_reason, request.error = reason, error
-        request.finished_s = self._clock()
-        self._live -= 1
-        self._events.append(FinishedEvent(request, reason))
-        if self.metrics is not None:
-            self.metrics.on_finish(request)
-
-    def _note_deadline(self, at_s: float, request: Request) -> None:
-        if len(self._deadlines) > 2 * self._live + 64:  # mostly those of requests that ended long before
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (at_s, request.id, request))
-
-    def _expire_deadlines(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.is_finished:
-                self._finish(request, FinishReason.DEADLINE)
-
     def _quarantine(self, error: BaseException) -> EngineFailed:
         """Stops for good: every live request ends with the error, and no page is ever handed out again."""
-        if self._failure is None:
-            self._failure = error
+        if self._health.failure is None:
+            self._health.failure = error
             for request in self.scheduler.abandon():
-                self._finish(request, FinishReason.ERROR, error)
+                self._outcomes.finish(request, FinishReason.ERROR, error)
             self._in_flight.clear()
             with contextlib.suppress(Exception):  # what the runner says now is of less interest than the error
                 self._binding.release()
         return EngineFailed(f"the engine is quarantined after {type(error).__name__}: {error}")
-
-    def _refuse_reentry(self) -> None:
-        if self._planning:
-            raise RuntimeError("an allowed_tokens callback called the engine that runs it")
-
-    def _check_usable(self) -> None:
-        self._refuse_reentry()
-        if self._failure is not None:
-            raise EngineFailed(f"the engine is quarantined after {self._failure!r}") from self._failure
-        if self._is_closed:
-            raise EngineFailed("the engine is closed")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from resin.plan import ArenaSpec, Phase, RunnerConfig, RunnerParts, StepTimes
-from resin.sched.policy import Policy
+from resin.sched.scheduler import Scheduler
 
 # Prefill plans in a row while rows wait to decode, of a runner that has measured nothing.
 UNMEASURED_PLANS = 8
@@ -85,24 +85,20 @@ def pick_streak(config: RunnerConfig, times: StepTimes | None, wait_s: float, ma
 
 def resolve(
     parts: RunnerParts,
-    policy: Policy,
-    *,
+    scheduler: Scheduler,
     context_length: int,
-    max_plan_tokens: int,
     arena: ArenaSpec,
-    prefix_cache: bool,
     overlap: int | None,
     times: StepTimes | None,
 ) -> ResolvedConfig:
     """Chooses what was left open, by what the runner has measured.
 
     Args:
-        parts, policy: of the engine.
-        context_length, max_plan_tokens, arena, prefix_cache: settled already.
+        parts, scheduler, context_length, arena: of the engine, settled already.
         overlap: None leaves it open.
         times: what the runner has measured.
     """
-    config = parts.config
+    config, policy, max_plan_tokens = parts.config, scheduler.policy, scheduler.max_plan_tokens
     streak = policy.prefill_streak_tokens or pick_streak(config, times, policy.decode_wait_s, max_plan_tokens)
     return ResolvedConfig(
         max_sequences=config.max_sequences,
@@ -112,7 +108,7 @@ def resolve(
         decode_buckets=config.bucket_sizes(Phase.DECODE),
         num_pages=arena.num_pages,
         page_bytes=arena.page_bytes,
-        prefix_cache=prefix_cache,
+        prefix_cache=scheduler.replicas[0].cache.prefixes.enabled,
         overlap=pick_overlap(times) if overlap is None else int(overlap),
         prefill_streak_tokens=streak,
         decode_step_s=None if times is None else times.decode_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PIN = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+")
+MAX_FILE_LINES, MAX_CLASS_LINES = 400, 250
 TESTED_JAX = {"py311": "0.10.2", "py312": "0.11.2"}
 
 
@@ -46,3 +48,17 @@ def test_readme_names_only_files_that_exist() -> None:
     paths = re.findall(r"\]\(([\w./-]+)\)", text) + re.findall(r"^\| `([\w./-]+)` \|", text, re.MULTILINE)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_files_and_classes_of_the_library_stay_small() -> None:
+    """A file or class that grows beyond this holds two nouns."""
+    large = []
+    for path in sorted((ROOT / "resin").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        name, lines = path.relative_to(ROOT), len(text.splitlines())
+        large += [f"{name}: {lines} lines"] if lines > MAX_FILE_LINES else []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                large += [f"{name}: {node.name} of {lines} lines"] if lines > MAX_CLASS_LINES else []
+    assert large == []

@@ -25,10 +25,11 @@ from resin.runtime.compile_cache import use_compile_cache
 from resin.runtime.drafting import PromptLookup
 from resin.runtime.executable import StepSpec
 from resin.runtime.ledger import device_limit_bytes
+from resin.runtime.memory import GPU_CACHE_SHARE
 from resin.runtime.mesh import build_mesh, platform_of
 from resin.runtime.options import RunnerOptions
 from resin.runtime.program_cache import ProgramCache
-from resin.runtime.runner import GPU_CACHE_SHARE, ModelRunner
+from resin.runtime.runner import ModelRunner
 from resin.runtime.slots import COUNT_DTYPE
 from resin.settings import CACHE_DIRECTORY
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from resin.models.weights import AbstractModel, Progress
 from resin.plan import (
@@ -17,46 +15,26 @@ from resin.plan import (
     BatchPlan,
     ForwardOutput,
     InvalidRequest,
-    Phase,
     PlanRejected,
-    RowFlag,
     RunnerConfig,
     StepTimes,
 )
-from resin.plan.layout import HEADER
-from resin.plan.output import DRAFT_REPORT
 from resin.runtime.arena import DeviceState, allocate
 from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
-from resin.runtime.ledger import MemoryLedger, device_limit_bytes
+from resin.runtime.ledger import MemoryLedger
+from resin.runtime.masks import blocks_of, check_masks, no_masks
 from resin.runtime.measure import measure_steps
+from resin.runtime.memory import Memory
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.program_kind import ProgramKind
 from resin.runtime.programs import Programs
+from resin.runtime.results import StepHandle
 from resin.runtime.slots import abstract_slots, load_arguments
-from resin.runtime.special import MASK_ROWS, mask_blocks
+from resin.runtime.special import mask_blocks
 from resin.runtime.view import RunnerView
-
-# Share of a GPU's free memory that the arena takes when nothing is said; the rest is for temporaries.
-GPU_CACHE_SHARE = 0.9
-CPU_CACHE_BYTES = 1 << 30
-MAX_ARENA_ROWS = 1 << 31  # of the narrowest plane
-_MASK = int(RowFlag.MASK)
 
 WeightLoader = Callable[[Progress | None], tuple[jax.Array, ...]]
 """Puts the weights on the devices; called once, when the memory ledger holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepHandle:
-    """A dispatched plan whose results are on their way to the host.
-
-    Attributes:
-        results: the part of the output that the plan's rows asked for.
-    """
-
-    plan: BatchPlan
-    output: StepOutput
-    results: Sequence[jax.Array]
 
 
 class ModelRunner:
@@ -102,8 +80,8 @@ class ModelRunner:
         self._spec = spec
         self._load_weights = load_weights
         self._weights: tuple[jax.Array, ...] | None = None
-        self._cache_bytes = cache_bytes
         self._programs = Programs(spec, compile_threads or min(os.cpu_count() or 1, 8), program_cache)
+        self._memory = Memory(spec, self._programs, cache_bytes)
         self._arena_spec: ArenaSpec | None = None
         self._state = DeviceState(is_host=self.device.platform == "cpu")
         weakref.finalize(self, self._state.settle)
@@ -129,8 +107,8 @@ class ModelRunner:
     def weights(self) -> tuple[jax.Array, ...]:
         """The flat weights, in the order of `model.declarations`; loads them if nothing has yet."""
         if self._weights is None:
-            self._account(0).check()
-            self._weights = self._load_weights(None)
+            self._memory.account(0).check()
+            return self._take_weights(None)
         return self._weights
 
     def free_pages(self) -> int:
@@ -141,26 +119,7 @@ class ModelRunner:
         Raises:
             InvalidRequest: they leave none.
         """
-        page_bytes = self.config.geometry.page_bytes
-        if page_bytes == 0:
-            return 0
-        if self._cache_bytes is not None:
-            return self._cache_bytes // page_bytes
-        least = self._account(2 * page_bytes)
-        least.check()
-        free = least.limit - least.weights - least.slots
-        share = min(CPU_CACHE_BYTES, free // 2) if self.device.platform == "cpu" else int(free * GPU_CACHE_SHARE)
-        return min(share // page_bytes, self._most_pages)
-
-    @property
-    def _most_pages(self) -> int:
-        """Pages that 32-bit row indices reach."""
-        return (MAX_ARENA_ROWS - 1) // (self.config.geometry.page_bytes // self._narrowest_vector_bytes)
-
-    @property
-    def _narrowest_vector_bytes(self) -> int:
-        dtype = self.config.arena_dtype
-        return min(plane.vector_bytes(dtype) for group in self.config.groups for plane in group.planes)
+        return self._memory.free_pages()
 
     def bind(self, arena: ArenaSpec) -> None:
         """Fixes the arena's size; memory is taken at warm-up, once the ledger holds.
@@ -171,15 +130,7 @@ class ModelRunner:
         """
         if self._arena_spec is not None:
             raise InvalidRequest("arena", arena, "a runner that is not bound: close its engine, or unbind it, first")
-        expected = (self.config.geometry.page_bytes, self.config.arena_dtype)
-        if (arena.page_bytes, arena.dtype) != expected:
-            raise InvalidRequest("arena", arena, f"page_bytes and dtype {expected}")
-        if arena.num_pages < 2:
-            raise InvalidRequest("num_pages", arena.num_pages, "at least 2: page 0 is scratch")
-        if self.config.groups and arena.num_pages > self._most_pages:
-            row = self._narrowest_vector_bytes
-            raise InvalidRequest("num_pages", arena.num_pages, f"fewer than 2^31 rows of {row} bytes")
-        self._account(arena.total_bytes).check()
+        self._memory.check_arena(arena)
         self._programs.fit(arena)
         self._arena_spec = arena
 
@@ -224,26 +175,16 @@ class ModelRunner:
             raise InvalidRequest("arena", None, "bind() before the first step")
         return self._arena_spec
 
-    def _account(self, arena_bytes: int) -> MemoryLedger:
-        """The ledger of an arena of this size and the programs that exist."""
-        mesh = self._spec.mesh
-        slots = abstract_slots(self.config, jax.sharding.NamedSharding(mesh, REPLICATED), self._spec.drafter)
-        masks = 4 * self._mask_words * MASK_ROWS
-        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots)) + masks
-        weights = self._spec.model.device_nbytes(mesh)
-        return MemoryLedger(
-            weights=weights,
-            arena=arena_bytes,
-            slots=held,
-            largest_temporary=self._programs.largest_temporary_bytes,
-            limit=device_limit_bytes(self.device) + (weights if self._weights is not None else 0),
-        )
-
     def _prove(self, arena: ArenaSpec) -> None:
         """Holds the ledger against the device's memory, as long as the arena is not allocated."""
         if self._state.arena is None:
-            self.ledger = self._account(arena.total_bytes)
+            self.ledger = self._memory.account(arena.total_bytes)
             self.ledger.check()
+
+    def _take_weights(self, progress: Progress | None) -> tuple[jax.Array, ...]:
+        self._weights = self._load_weights(progress)
+        self._memory.has_weights = True
+        return self._weights
 
     def _allocate(self, progress: Progress | None = None) -> None:
         """Loads weights and takes arena, slots and masks, if that has not happened."""
@@ -252,16 +193,12 @@ class ModelRunner:
         arena, mesh = self._bound_arena(), self._spec.mesh
         self._prove(arena)
         if self._weights is None:
-            self._weights = self._load_weights(progress)
+            self._take_weights(progress)
         replicated = jax.sharding.NamedSharding(mesh, REPLICATED)
         state = self._state
-        state.no_masks = jax.device_put(np.zeros((MASK_ROWS, self._mask_words), np.int32), replicated)
+        state.no_masks = jax.device_put(no_masks(self.config), replicated)
         state.slots = allocate(abstract_slots(self.config, replicated, self._spec.drafter))
         state.arena = allocate(abstract_arena(arena, mesh))
-
-    @property
-    def _mask_words(self) -> int:
-        return -(-self.config.vocab_size // 32)
 
     def accept(self, plan: BatchPlan) -> None:
         """Refuses a plan that no program can run.
@@ -271,11 +208,7 @@ class ModelRunner:
         """
         if plan.bucket not in self.config.buckets:
             raise PlanRejected(f"bucket {plan.bucket} is not in the table")
-        masked = len(plan.masked_rows) if plan.buffer[HEADER.any_flags] & _MASK else 0
-        expected = (masked, self._mask_words) if masked else None
-        shape = None if plan.allowed_masks is None else plan.allowed_masks.shape
-        if shape != expected:
-            raise PlanRejected(f"allowed_masks has shape {shape}, expected {expected}")
+        check_masks(plan, self.config)
 
     def dispatch(self, plan: BatchPlan) -> StepHandle:
         """Starts a plan; returns as soon as the device has it.
@@ -283,10 +216,9 @@ class ModelRunner:
         Raises:
             InvalidRequest: not bound.
         """
-        output = self.launch(plan)
-        results = _wanted(plan, output)
-        self._state.send(results)
-        return StepHandle(plan, output, results)
+        handle = StepHandle.of(plan, self.launch(plan))
+        self._state.send(handle.results)
+        return handle
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
@@ -295,18 +227,9 @@ class ModelRunner:
         for load in plan.slot_loads:
             for arguments in load_arguments(load, self.config.vocab_size):
                 state.slots = self._programs.load_slot()(state.slots, *arguments)
-        masks = self._mask_blocks(plan, mask_blocks(kind.special_counts(plan.bucket)[-1]))
+        masks = blocks_of(plan, mask_blocks(kind.special_counts(plan.bucket)[-1]), state.no_masks)
         state.arena, state.slots, output = program(self._weights, state.arena, state.slots, plan.buffer, masks)
         return output
-
-    def _mask_blocks(self, plan: BatchPlan, blocks: int) -> tuple[Any, ...]:
-        """The plan's masks in as many blocks as its program takes."""
-        masks: list[Any] = []
-        if plan.allowed_masks is not None:
-            for start in range(0, len(plan.allowed_masks), MASK_ROWS):
-                block = plan.allowed_masks[start : start + MASK_ROWS]
-                masks.append(block if len(block) == MASK_ROWS else np.pad(block, ((0, MASK_ROWS - len(block)), (0, 0))))
-        return (*masks, *[self._state.no_masks] * (blocks - len(masks)))
 
     def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
         """The program that runs a plan: also for its text and its memory analysis."""
@@ -325,31 +248,9 @@ class ModelRunner:
 
     def collect(self, handle: StepHandle) -> ForwardOutput:
         """Waits for a plan's results."""
-        plan, output = handle.plan, handle.output
-        counts = plan.emits.astype(np.int32)
-        fields: dict[str, np.ndarray] = {}
-        if output.drafting is not None:
-            drafting = fields["drafting"] = np.asarray(output.drafting)[: plan.num_sequences]
-            if plan.bucket.width > 1:
-                counts *= 1 + drafting[:, DRAFT_REPORT.agreed]
-        indptr = np.zeros(plan.num_sequences + 1, np.int32)
-        np.cumsum(counts, out=indptr[1:])
-        emits = np.repeat(np.arange(plan.num_sequences), counts)  # of rows with logprobs each one token
-        flags = np.bitwise_or.reduce(plan.row_flags)
-        if flags & RowFlag.LOGPROBS:
-            assert output.logprobs is not None
-            chosen, top_ids, top = (np.asarray(leaf)[emits] for leaf in output.logprobs)
-            fields |= {"logprobs": chosen, "top_ids": top_ids, "top_logprobs": top}
-        if flags & RowFlag.PROMPT_LOGPROBS and output.prompt is not None:
-            chosen, top_ids, top = (np.asarray(leaf)[: plan.num_tokens] for leaf in output.prompt)
-            fields |= {"prompt_logprobs": chosen, "prompt_top_ids": top_ids, "prompt_top_logprobs": top}
-        for name in ("top_ids", "top_logprobs", "prompt_top_ids", "prompt_top_logprobs"):
-            if name in fields:
-                fields[name] = fields[name][:, : plan.top_logprobs]
-        tokens = np.asarray(output.token_ids)[: plan.num_sequences]
-        token_ids = tokens[np.arange(tokens.shape[1])[None, :] < counts[:, None]]
+        output = handle.read()
         self._state.forget(handle.results)
-        return ForwardOutput(token_ids=token_ids, token_indptr=indptr, **fields)
+        return output
 
     def forward(self, plan: BatchPlan) -> ForwardOutput:
         """`dispatch`, then `collect`."""
@@ -383,17 +284,3 @@ class ModelRunner:
             "arena_bytes": float(ledger.arena if ledger else 0),
             "largest_temporary_bytes": float(ledger.largest_temporary if ledger else 0),
         }
-
-
-def _wanted(plan: BatchPlan, output: StepOutput) -> list[jax.Array]:
-    """Outputs that this plan's rows asked for; the rest stays on the device."""
-    flags = np.bitwise_or.reduce(plan.row_flags)
-    leaves = [output.token_ids]
-    if output.drafting is not None:
-        leaves.append(output.drafting)
-    if flags & RowFlag.LOGPROBS:
-        assert output.logprobs is not None
-        leaves += output.logprobs
-    if flags & RowFlag.PROMPT_LOGPROBS and plan.phase is Phase.PREFILL and output.prompt is not None:
-        leaves += output.prompt
-    return leaves

@@ -65,7 +65,8 @@ class PrefixCache:
             rest = raw[KEY_BYTES * hit : KEY_BYTES * ((known - 1) // unit * unit)]
             seen = self.seen.count_leading(lease.node.fingerprints[-1], rest, KEY_BYTES * unit)
             ceiling = max(hit + seen * unit, len(path) * self.align_tokens)
-            request.prefix_audit = self._audit(request, len(path), depth, losses, ceiling)
+            hits = len(path), depth
+            request.prefix_audit = _audit(request, self.align_tokens, hits, losses, ceiling)
         return lease
 
     def peek(self, request: Request) -> int:
@@ -144,18 +145,6 @@ class PrefixCache:
         lease.published_tokens = position
         self.trie.touch(path[-1])
         return lease
-
-    def _audit(
-        self, request: Request, found: int, depth: int, losses: dict[str, int], ceiling_tokens: int
-    ) -> PrefixAudit:
-        aligned = ceiling_tokens // self.align_tokens * self.align_tokens
-        missing = aligned - found * self.align_tokens
-        if missing > 0:
-            bypassed = request.params.prompt_logprobs is not None
-            losses["bypassed" if bypassed else "evicted"] = missing
-        if ceiling_tokens > aligned:
-            losses["unaligned"] = losses.get("unaligned", 0) + ceiling_tokens - aligned
-        return PrefixAudit(depth * self.align_tokens, ceiling_tokens, losses)
 
     # -- publishing ---------------------------------------------------------------------------------------------
 
@@ -269,3 +258,18 @@ class PrefixCache:
             return None
         pages = [row.at(logical) for logical in range(first, end // group.span_tokens)]
         return pages if all(self.pool.is_writable(page) for page in pages) else None
+
+
+def _audit(
+    request: Request, span_tokens: int, hits: tuple[int, int], losses: dict[str, int], ceiling_tokens: int
+) -> PrefixAudit:
+    """Args: `hits` are the spans found, and those from which every group can resume."""
+    found, depth = hits
+    aligned = ceiling_tokens // span_tokens * span_tokens
+    missing = aligned - found * span_tokens
+    if missing > 0:
+        bypassed = request.params.prompt_logprobs is not None
+        losses["bypassed" if bypassed else "evicted"] = missing
+    if ceiling_tokens > aligned:
+        losses["unaligned"] = losses.get("unaligned", 0) + ceiling_tokens - aligned
+    return PrefixAudit(depth * span_tokens, ceiling_tokens, losses)

@@ -147,7 +147,9 @@ class Replica:
             return None
         draft = self._reserve_prefill(most_tokens) if phase is Phase.PREFILL else self._reserve_decode()
         if draft is None and not self.in_flight and self.num_running == 1:
-            self._give_up(next(self.running()), phase)
+            (request,) = self.running()
+            if request.state is (RequestState.PREFILL if phase is Phase.PREFILL else RequestState.DECODE):
+                self._failures.append((request, _no_room(request, self.cache)))
         return draft
 
     def _reserve_prefill(self, most_tokens: int) -> PrefillDraft | None:
@@ -168,18 +170,6 @@ class Replica:
             if not self._cycle_rows() and not self._retract_youngest():
                 break
         return None
-
-    def _give_up(self, request: Request, phase: Phase) -> None:
-        """The only running request finds no room with nothing in flight: it fails, so that others go on."""
-        if (request.state is RequestState.PREFILL) is not (phase is Phase.PREFILL):
-            return
-        assert request.lease is not None
-        held, pool = len(request.lease.pages()), self.cache.pool
-        error = OutOfPages(
-            f"no room for the next of {request.num_tokens} tokens: it holds {held} of {pool.total} pages, and "
-            f"{self.cache.available} are left"
-        )
-        self._failures.append((request, error))
 
     def fill(self, draft: Draft | None, bucket: Bucket, step: int) -> BatchPlan:
         """The plan of a draft, empty without one, in a bucket that holds it."""
@@ -275,3 +265,12 @@ class Replica:
         leases = [(request.lease, int(self.table.computed[request.slot])) for request in holders if request.lease]
         assert len(leases) == len(holders)
         self.cache.check_integrity(leases)
+
+
+def _no_room(request: Request, cache: CacheManager) -> OutOfPages:
+    """Why the only running request cannot go on, though nothing is in flight."""
+    assert request.lease is not None
+    return OutOfPages(
+        f"no room for the next of {request.num_tokens} tokens: it holds {len(request.lease.pages())} of "
+        f"{cache.pool.total} pages, and {cache.available} are left"
+    )

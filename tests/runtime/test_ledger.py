@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded_or_allocated(
     runner.compile()
     assert runner.ledger is not None and runner.ledger.largest_temporary > 0
     limit = runner.ledger.total - 1
-    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: limit)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: limit)
     monkeypatch.setattr("resin.runtime.runner.allocate", lambda abstract: pytest.fail("allocated"))
     terms = r"weights .* MB, arena .* MB, slots .* MB, largest temporary .* MB, total .* MB, limit .* MB"
     for attempt in (runner.warm_up, runner.compile):
@@ -53,12 +53,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded_or_allocated(
 def test_an_arena_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     _, runner = counting_runner()
     arena = ArenaSpec(64, runner.config.geometry.page_bytes, runner.config.arena_dtype)
-    held = runner._account(0).total
+    held = runner._memory.account(0).total
     for limit, field in ((held - 1, "model='0.* MB'"), (held + arena.total_bytes - 1, "cache_bytes=")):
-        monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device, limit=limit: limit)
+        monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device, limit=limit: limit)
         with pytest.raises(InvalidRequest, match=field):
             runner.bind(arena)
-    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: held + arena.total_bytes)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: held + arena.total_bytes)
     runner.bind(arena)
 
 
@@ -66,7 +66,7 @@ def test_weights_that_leave_no_room_for_a_page_are_refused_when_the_arena_is_siz
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoint, runner = counting_runner()
-    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: 100_000)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: 100_000)
     for attempt in (lambda: Engine(runner), lambda: runner.weights):
         with pytest.raises(InvalidRequest, match=r"weights 0\.\d MB, arena .* limit 0\.1 MB"):
             attempt()
@@ -78,11 +78,11 @@ def test_the_arena_takes_its_share_of_what_weights_will_leave(monkeypatch: pytes
     page_bytes, weights = runner.config.geometry.page_bytes, runner.model.nbytes
     room = 100 * page_bytes
     before = runner.free_pages()
-    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: weights + room)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: weights + room)
     cold = runner.free_pages()
     assert cold < 50 < before
     assert len(runner.weights) and checkpoint.reads > 0
-    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: room)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: room)
     assert runner.free_pages() == cold
 
 
@@ -93,7 +93,7 @@ def test_a_prefix_cache_takes_the_memory_that_sequences_alone_would_not(
     _, runner = counting_runner(max_sequences=2, max_context_tokens=64)
     page_bytes = runner.config.geometry.page_bytes
     room = 4000 * page_bytes
-    monkeypatch.setattr("resin.runtime.runner.device_limit_bytes", lambda device: runner.model.nbytes + room)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: runner.model.nbytes + room)
     fits = runner.free_pages()
     engine = Engine(runner, prefix_cache=prefix_cache)
     whole = engine.scheduler.replicas[0].cache.pages_needed(64, runner.config.max_plan_tokens)
@@ -105,7 +105,7 @@ def test_a_prefix_cache_takes_the_memory_that_sequences_alone_would_not(
 
 def test_an_arena_never_outgrows_its_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     _, runner = counting_runner(max_sequences=2, max_context_tokens=64)
-    monkeypatch.setattr("resin.runtime.runner.MAX_ARENA_ROWS", 10_000)
+    monkeypatch.setattr("resin.runtime.memory.MAX_ARENA_ROWS", 10_000)
     most = runner.free_pages()
     with pytest.raises(InvalidRequest, match="num_pages"):
         Engine(runner, cache_pages=most + 1)

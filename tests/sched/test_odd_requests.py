@@ -301,7 +301,7 @@ def test_tokens_that_are_none_quarantine(tokens: np.ndarray, vocab: bool) -> Non
 def test_closing_closes_the_recording_even_if_the_runner_fails(tmp_path: Any) -> None:
     runner = OverlapFake(CONFIG)
     engine = Engine(runner, record=tmp_path / "run.plans")
-    recorder = engine._recorder
+    recorder = engine._binding._recorder
     request = engine.submit([1, 2], sampling_params=GREEDY)
     engine.step()
     runner.fail["collect"] = OSError("boom")
@@ -425,7 +425,7 @@ def test_what_was_cancelled_or_ended_does_not_pile_up() -> None:
             engine.cancel(engine.submit([2, 3], sampling_params=GREEDY, deadline_s=1e6))
             engine.drain_events()
         assert len(engine.scheduler.queue) == 0
-        assert len(engine.scheduler.queue._lanes[None]) < 200 and len(engine._deadlines) < 200
+        assert len(engine.scheduler.queue._lanes[None]) < 200 and len(engine._outcomes._deadlines) < 200
         for request in hold:
             engine.cancel(request)
 
