@@ -211,6 +211,33 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
+class Piled:
+    """One tensor that holds the one tensor of each of `count` weights, one after another in the first axis."""
+
+    each: Assembly
+    count: int
+
+    def source_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        (one,) = self.each.source_shapes(shape[1:])
+        return ((self.count, *one),)
+
+    def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
+        for place, index in enumerate(range(window[0].start, window[0].stop)):
+            self.each.fill(out[place], [_Sheet(tensors[0], index)], window[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sheet:
+    """One place of a tensor's first axis."""
+
+    tensor: Tensor
+    index: int
+
+    def __getitem__(self, window: Window, /) -> np.ndarray:
+        return self.tensor[slice(self.index, self.index + 1), *window][0]
+
+
+@dataclass(frozen=True, slots=True)
 class Deinterleaved:
     """Even and odd places of the last axis apart: `[g0 u0 g1 u1]` on disk, `[[g0 g1], [u0 u1]]` in the model."""
 

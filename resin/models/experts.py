@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from resin.models.assemblies import Assembly, Deinterleaved, Joined, Same, Stacked, Transposed
+from resin.models.assemblies import Assembly, Deinterleaved, Joined, Piled, Same, Sections, Stacked, Transposed
 from resin.models.axes import Axis
 from resin.models.config_reader import ConfigReader
 from resin.models.declare import BIAS, Placement, declare
@@ -181,6 +181,29 @@ def listed_experts(
             sizes,
             (sizes.width, sizes.hidden),
             assembly=Stacked(Transposed(), sizes.experts),
+        ),
+    )
+
+
+def piled_experts(
+    placement: Placement, name: str, sizes: ExpertSizes, names: tuple[str, str], router: Router
+) -> MixtureOfExperts:
+    """Experts in one tensor a matrix, `[experts, out, in]`; the first holds gates, then ups."""
+    gate_up, down = (f"{name}.{part}.weight" for part in names)
+    gates_then_ups = Sections(Joined(2), (sizes.width, sizes.width))
+    return MixtureOfExperts(
+        placement,
+        sizes,
+        router=router,
+        gate_up=expert_matrices(
+            placement,
+            gate_up,
+            sizes,
+            (sizes.hidden, 2, sizes.width),
+            assembly=Piled(gates_then_ups, sizes.experts),
+        ),
+        down=expert_matrices(
+            placement, down, sizes, (sizes.width, sizes.hidden), assembly=Piled(Transposed(), sizes.experts)
         ),
     )
 

@@ -18,9 +18,12 @@ from resin.models.tying import settle_head
 from resin.plan import CacheGroup, InvalidRequest
 
 FAMILIES = {
+    "exaone4": "resin.models.exaone4:Exaone4",
     "gemma2": "resin.models.gemma2:Gemma2",
     "gemma3_text": "resin.models.gemma3:Gemma3",
     "gpt_oss": "resin.models.gpt_oss:GptOss",
+    "granite": "resin.models.granite:Granite",
+    "granitemoe": "resin.models.granite_moe:GraniteMoe",
     "lfm2": "resin.models.lfm2:Lfm2",
     "lfm2_moe": "resin.models.lfm2_moe:Lfm2Moe",
     "llama": "resin.models.llama:Llama",
@@ -28,10 +31,13 @@ FAMILIES = {
     "mistral": "resin.models.llama:Mistral",
     "mixtral": "resin.models.mixtral:Mixtral",
     "olmo2": "resin.models.olmo2:Olmo2",
+    "olmo3": "resin.models.olmo3:Olmo3",
     "phi3": "resin.models.phi3:Phi3",
     "qwen2": "resin.models.qwen2:Qwen2",
+    "qwen2_moe": "resin.models.qwen2_moe:Qwen2Moe",
     "qwen3": "resin.models.qwen3:Qwen3",
     "qwen3_moe": "resin.models.qwen3_moe:Qwen3Moe",
+    "smollm3": "resin.models.smollm3:SmolLM3",
 }
 
 

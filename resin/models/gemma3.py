@@ -10,7 +10,7 @@ from resin.models.config import head_dim_of
 from resin.models.config_reader import ConfigReader
 from resin.models.gemma import Gemma, GemmaConfig, GemmaLayer
 from resin.models.rope import Rope
-from resin.models.sliding import FULL, SLIDING
+from resin.models.sliding import FULL, rotations_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,10 @@ class Gemma3Config(GemmaConfig):
         """Reads a config; raises InvalidRequest as `read_gemma` does."""
         given = ConfigReader.of(config)
         given.only("attn_logit_softcapping", None)  # transformers reads it and leaves scores as they are
-        full, sliding = _rotations(given, head_dim_of(given, 256))
+        given.only("partial_rotary_factor", 1)
+        # Older files name the base of windowed layers apart.
+        theta, local = ("rope_theta", 1e6), ("rope_local_base_freq", 1e4)
+        full, sliding = rotations_of(given, head_dim_of(given, 256), full=theta, sliding=local, longest=131_072)
         pattern = given.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
         return cls.read_gemma(
             given,
@@ -33,26 +36,6 @@ class Gemma3Config(GemmaConfig):
             rope=full,
             sliding_rope=sliding,
         )
-
-
-def _rotations(given: ConfigReader, head_dim: int) -> tuple[Rope, Rope]:
-    """Of full layers and of windowed ones. Older files name the latter's base apart and scale the former alone."""
-    given.only("partial_rotary_factor", 1)
-    parameters = given.section("rope_parameters") or ConfigReader({})
-    full, sliding = (dict(parameters.section(label) or {}) for label in (FULL, SLIDING))
-    parameters.refuse_unread("Gemma 3")
-    longest = {"original_max_position_embeddings": given.integer("max_position_embeddings", default=131_072)}
-
-    scaling = dict(given.section("rope_scaling") or {})
-
-    def build(base: str, theta: float, values: Mapping[str, Any], path: str) -> Rope:
-        theta = given.number(base, default=theta, above=1, high=1e12)
-        return Rope.from_parameters(ConfigReader({**longest, "rope_theta": theta, **values}, path=path), head_dim)
-
-    return (
-        build("rope_theta", 1e6, {**full, **scaling}, "rope_scaling." if scaling else f"rope_parameters.{FULL}."),
-        build("rope_local_base_freq", 1e4, sliding, f"rope_parameters.{SLIDING}."),
-    )
 
 
 class Gemma3Layer(GemmaLayer):

@@ -45,14 +45,21 @@ class LlamaConfig(DecoderConfig):
         return cls.read_llama(given)
 
     @classmethod
-    def read_llama(cls, given: ConfigReader, defaults: Mapping[str, Any] | None = None, **own: Any) -> Self:
+    def read_llama(
+        cls,
+        given: ConfigReader,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        activation: str = "silu",
+        **own: Any,
+    ) -> Self:
         """Builds the Config that `own` completes: what every relative of Llama shares is read here.
 
         A relative gives in `own` what it decides in another way: `qkv_bias` with `output_bias`, and `layer_types` with
-        `window_tokens`.
+        `window_tokens`. `activation` is the only one that its feed-forward layer computes.
         """
         given.only("mlp_bias", False)
-        given.only("hidden_act", "silu")
+        given.only("hidden_act", activation)
         given.only("rope_interleaved", False)
         given.only("is_llama_config", True)
         if "qkv_bias" not in own:

@@ -8,13 +8,11 @@ from typing import Any, ClassVar, Self
 
 from flax import nnx
 
-from resin.models.config import MOST_LAYERS
 from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
-from resin.models.experts import ExpertSizes, listed_experts
+from resin.models.experts import ExpertSizes
+from resin.models.qwen2_moe import build_experts, read_experts
 from resin.models.qwen3 import Qwen3, Qwen3Config, Qwen3Layer
-from resin.models.routers import Router
-from resin.pallas_kernels.route import RouteRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +27,7 @@ class Qwen3MoeConfig(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config; raises InvalidRequest as `LlamaConfig.from_hf` does."""
         given = ConfigReader.of(config)
-        step, plain = given.integer("decoder_sparse_step", default=1), given.integers("mlp_only_layers") or ()
-        layers = given.integer("num_hidden_layers", high=MOST_LAYERS)
-        return cls.read_qwen3(
-            given,
-            experts=ExpertSizes.read(
-                given, experts=("num_experts", "num_local_experts"), width="moe_intermediate_size"
-            ),
-            expert_layers=tuple(index not in plain and (index + 1) % step == 0 for index in range(layers)),
-            renormalise=given.flag("norm_topk_prob", default=False),
-        )
+        return cls.read_qwen3(given, **read_experts(given))
 
 
 class Qwen3MoeLayer(Qwen3Layer):
@@ -49,15 +38,7 @@ class Qwen3MoeLayer(Qwen3Layer):
         """The feed-forward layer."""
         if not config.expert_layers[index]:
             return Qwen3Layer.build_mlp(config, placement, index)
-        name, sizes = f"model.layers.{index}.mlp", config.experts
-        router = Router(
-            placement,
-            f"{name}.gate",
-            rule=RouteRule(sizes.top_k, renormalise=config.renormalise),
-            hidden=sizes.hidden,
-            experts=sizes.experts,
-        )
-        return listed_experts(placement, f"{name}.experts", sizes, ("gate_proj", "up_proj", "down_proj"), router)
+        return build_experts(config, placement, f"model.layers.{index}.mlp")
 
 
 class Qwen3Moe(Qwen3):

@@ -124,6 +124,12 @@ def _default(given: ConfigReader, width: int) -> Rope:
     return Rope(tuple(_plain(given, width).tolist()))
 
 
+def _dynamic(given: ConfigReader, width: int) -> Rope:
+    """Scaled beyond `max_position_embeddings` alone, and so never here: no sequence is longer."""
+    given.number("factor", low=1, high=1e6)
+    return _default(given, width)
+
+
 def _linear(given: ConfigReader, width: int) -> Rope:
     return Rope(tuple((_plain(given, width) / given.number("factor", low=1, high=1e6)).tolist()))
 
@@ -191,6 +197,7 @@ def _proportional(given: ConfigReader, width: int) -> Rope:
 
 _KINDS = {
     "default": _default,
+    "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

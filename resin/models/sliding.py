@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.config import MOST_LAYERS, layer_types_of, place_of
 from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.decoder import kv_entries, kv_plane
+from resin.models.rope import Rope
 from resin.plan import CacheGroup, HistoryGroup, WindowGroup
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -45,6 +46,39 @@ def read_layer_types(given: ConfigReader, *, is_full: Callable[[int], bool]) -> 
         return layer_types_of(given, (FULL, SLIDING))
     layers = range(given.integer("num_hidden_layers", high=MOST_LAYERS))
     return tuple(FULL if is_full(index) else SLIDING for index in layers)
+
+
+def rotations_of(
+    given: ConfigReader, width: int, *, full: tuple[str, float], sliding: tuple[str | None, float], longest: int
+) -> tuple[Rope, Rope]:
+    """Rotations of full layers and of windowed ones, from `rope_parameters` by kind of layer.
+
+    Older files have the bases beside it, and scale the full layers alone, by `rope_scaling`.
+
+    Args:
+        given: the model's config.
+        width: head size.
+        full, sliding: name of the base beside it, None for none, and what an absent one means.
+        longest: what an absent `max_position_embeddings` means.
+
+    Raises:
+        InvalidRequest: a rotation is of an unknown kind, or a setting of it is missing, bad or unknown.
+    """
+    parameters = given.section("rope_parameters") or ConfigReader({})
+    kinds = {label: dict(parameters.section(label) or {}) for label in (FULL, SLIDING)}
+    parameters.refuse_unread("a model with a rotation for each kind of layer")
+    scaling = dict(given.section("rope_scaling") or {})
+    length = {"original_max_position_embeddings": given.integer("max_position_embeddings", default=longest)}
+
+    def build(base: tuple[str | None, float], values: Mapping[str, Any], path: str) -> Rope:
+        name, theta = base
+        theta = theta if name is None else given.number(name, default=theta, above=1, high=1e12)
+        return Rope.from_parameters(ConfigReader({**length, "rope_theta": theta, **values}, path=path), width)
+
+    return (
+        build(full, {**kinds[FULL], **scaling}, "rope_scaling." if scaling else f"rope_parameters.{FULL}."),
+        build(sliding, kinds[SLIDING], f"rope_parameters.{SLIDING}."),
+    )
 
 
 def sliding_layer(

@@ -12,10 +12,10 @@ MODEL, CHECKPOINT = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="
 
 
 def write_example(directory: Path) -> Path:
-    """Writes `granite.py`, puts it on the import path, and makes the page's checkpoint; returns its directory."""
-    (directory / "granite.py").write_text(MODEL, encoding="utf-8")
+    """Writes `arcee.py`, puts it on the import path, and makes the page's checkpoint; returns its directory."""
+    (directory / "arcee.py").write_text(MODEL, encoding="utf-8")
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
     with contextlib.chdir(directory):
         exec(compile(CHECKPOINT, str(PAGE), "exec"), {})
-    return directory / "tiny-granite"
+    return directory / "tiny-arcee"

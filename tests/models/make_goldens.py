@@ -20,7 +20,7 @@ from resin.models.testing import TINY_CONFIGS, dequantised_checkpoint, random_ch
 from tests.conformance.example import write_example
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "data" / "goldens"
-EXAMPLE = "granite"  # of docs/adding-a-model.md
+EXAMPLE = "arcee"  # of docs/adding-a-model.md
 SEED = 5
 TOKENS = 40  # five windows of the tiny models
 PREFILL_TOKENS = 13

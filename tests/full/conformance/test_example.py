@@ -10,7 +10,7 @@ import pytest
 from serve.cli import main
 from tests.conformance.example import MODEL, PAGE, write_example
 
-REFERENCE = Path(__file__).parents[2] / "data" / "goldens" / "granite.npz"
+REFERENCE = Path(__file__).parents[2] / "data" / "goldens" / "arcee.npz"
 
 
 @pytest.fixture
@@ -19,10 +19,10 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = write_example(tmp_path)
     # The commands find the file by themselves, in the directory where they are run.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
-    sys.modules.pop("granite", None)
+    sys.modules.pop("arcee", None)
     monkeypatch.chdir(tmp_path)
     yield directory
-    sys.modules.pop("granite", None)
+    sys.modules.pop("arcee", None)
 
 
 def test_the_file_is_as_short_as_promised() -> None:
@@ -31,11 +31,11 @@ def test_the_file_is_as_short_as_promised() -> None:
 
 def test_commands_of_the_page(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = [line.split() for line in PAGE.read_text().splitlines() if line.startswith("    resin ")]
-    inspect, verify = ([str(REFERENCE) if word == "granite.npz" else word for word in command] for command in commands)
+    inspect, verify = ([str(REFERENCE) if word == "arcee.npz" else word for word in command] for command in commands)
     assert main(inspect[1:]) == 0
     shown = capsys.readouterr().out
-    assert "Granite, 0.1 M parameters" in shown
-    assert "embedding_multiplier = 3.0" in shown
+    assert "Arcee, 0.1 M parameters" in shown
+    assert "model.layers.0.mlp.up_proj.weight" in shown
     assert main(verify[1:]) == 0
     table = capsys.readouterr().out
     assert table.endswith("all 13 checks passed\n")
