@@ -102,6 +102,42 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, tied: bool) -> dict[s
     }
 
 
+def _plain(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int, int],
+    longest: int,
+    theta: float,
+    eps: float,
+    tied: bool,
+    eos: int,
+    **own: Any,
+) -> dict[str, Any]:
+    """A config of one norm epsilon and one base; `sizes` are hidden, ffn, layers, heads, KV heads and vocabulary."""
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+    )
+    return {
+        "model_type": model_type,
+        **dict(zip(names, sizes, strict=True)),
+        "max_position_embeddings": longest,
+        "rope_theta": theta,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": tied,
+        "eos_token_id": eos,
+        **own,
+    }
+
+
+def _granite(attention: float, logits: float) -> dict[str, Any]:
+    return {
+        "attention_multiplier": attention,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": logits,
+    }
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _GPT_OSS | {
         "num_hidden_layers": layers,
@@ -186,65 +222,65 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "routed_scaling_factor": 1.0,
             "layer_types": _layer_types(24, (2, 6, 10, 14, 18, 21)),
         },
-        "mixtral-8x7b": {
-            "model_type": "mixtral",
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "rope_theta": 1e6,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": False,
-            "eos_token_id": 2,
-        },
-        "olmo2-7b": {
-            "model_type": "olmo2",
-            "vocab_size": 100352,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "rope_theta": 5e5,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": False,
-            "eos_token_id": 100257,
-        },
-        "qwen2.5-7b": {
-            "model_type": "qwen2",
-            "vocab_size": 152064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_theta": 1e6,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": False,
-            "eos_token_id": 151645,
-        },
-        "phi-4": {
-            "model_type": "phi3",
-            "vocab_size": 100352,
-            "hidden_size": 5120,
-            "intermediate_size": 17920,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 10,
-            "original_max_position_embeddings": 16384,
-            "rope_theta": 250000.0,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 16384,
-            "tie_word_embeddings": False,
-            "eos_token_id": 100265,
-        },
+        "mixtral-8x7b": _plain(
+            "mixtral",
+            (4096, 14336, 32, 32, 8, 32000),
+            *(32768, 1e6, 1e-5, False, 2),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        "olmo2-7b": _plain("olmo2", (4096, 11008, 32, 32, 32, 100352), 4096, 5e5, 1e-6, tied=False, eos=100257),
+        "olmo3-7b": _plain(
+            "olmo3",
+            (4096, 11008, 32, 32, 32, 100278),
+            *(65536, 5e5, 1e-6, False, 100257),
+            sliding_window=4096,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "attention_factor": 1.2079441541679836,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+        "smollm3-3b": _plain("smollm3", (2048, 11008, 36, 16, 4, 128256), 65536, 5e6, 1e-6, tied=True, eos=128012),
+        "granite-3.3-8b": _plain(
+            "granite",
+            (4096, 12800, 40, 32, 8, 49159),
+            *(131072, 1e7, 1e-5, True, 0),
+            **_granite(attention=0.0078125, logits=16.0),
+        ),
+        "granite-3.1-3b-a800m": _plain(
+            "granitemoe",
+            (1536, 512, 32, 24, 8, 49155),
+            *(131072, 1e7, 1e-5, True, 0),
+            num_local_experts=40,
+            num_experts_per_tok=8,
+            **_granite(attention=0.015625, logits=6.0),
+        ),
+        "exaone-4.0-32b": _plain(
+            "exaone4",
+            (5120, 27392, 64, 40, 8, 102400),
+            *(131072, 1e6, 1e-5, False, 361),
+            head_dim=128,
+            sliding_window=4096,
+            rope_scaling={**_LLAMA3_ROPE, "factor": 16.0},
+        ),
+        "qwen1.5-moe-a2.7b": _plain(
+            "qwen2_moe",
+            (2048, 5632, 24, 16, 16, 151936),
+            *(8192, 1e6, 1e-6, False, 151643),
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+        ),
+        "qwen2.5-7b": _plain("qwen2", (3584, 18944, 28, 28, 4, 152064), 32768, 1e6, 1e-6, tied=False, eos=151645),
+        "phi-4": _plain(
+            "phi3",
+            (5120, 17920, 40, 40, 10, 100352),
+            *(16384, 250000.0, 1e-5, False, 100265),
+            original_max_position_embeddings=16384,
+        ),
         "gemma2-2b": {
             "model_type": "gemma2",
             "vocab_size": 256000,

@@ -96,7 +96,12 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 6,
         "rms_norm_eps": 1e-6,
         "rope_theta": 5e5,
-        "rope_scaling": {**_YARN_ROPE, "attention_factor": 1.2079441541679836},
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "attention_factor": 1.2079441541679836,
+            "original_max_position_embeddings": 64,
+        },
         "sliding_window": 7,
     },
     "smollm3": {

@@ -13,7 +13,16 @@ from gguf.quants import dequantize
 from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
 from resin.models.loading.gguf_config import LONG_DIVISORS, SHORT_DIVISORS, fit_llama3_rope, translate_gguf_config
 from resin.models.loading.gguf_header import GgufTensor
-from resin.models.loading.gguf_names import Change, PackedExperts, PlainExperts, Rule, Stored, name_gguf_tensors
+from resin.models.loading.gguf_names import (
+    FITTED_ROPE,
+    Change,
+    JoinedStacks,
+    PackedExperts,
+    PlainExperts,
+    Rule,
+    Stored,
+    name_gguf_tensors,
+)
 from resin.models.loading.gguf_split import open_parts
 from resin.models.loading.quantised import MXFP4_VALUES, dequantise_mxfp4, find_quantised, packed_parts
 
@@ -56,7 +65,10 @@ class GgufCheckpoint:
         if isinstance(rule, Stored):
             return self._read_stored(rule, window)
         experts, *others = window or (slice(None),)
-        if isinstance(rule, PackedExperts):
+        if isinstance(rule, JoinedStacks):
+            stacks = [self._header.tensors[source] for source in rule.sources]
+            values = np.concatenate([self._floats(self._bytes(one)[experts], one) for one in stacks], axis=1)
+        elif isinstance(rule, PackedExperts):
             values = self._read_packed(rule, experts)
         else:
             values = self._read_plain_experts(rule, experts)
@@ -85,8 +97,9 @@ class GgufCheckpoint:
         divisors = self._divisors(freqs.name, config)
         if (divisors == 1).all():
             return config
-        if config["model_type"] != "llama" or rope["rope_type"] != "default":
-            raise CheckpointError(self.location, "is read in a llama model without rope.scaling alone", freqs.name)
+        if config["model_type"] not in FITTED_ROPE or rope["rope_type"] != "default":
+            known = ", ".join(sorted(FITTED_ROPE))
+            raise CheckpointError(self.location, f"is read without rope.scaling alone, in {known}", freqs.name)
         try:
             return {**config, "rope_parameters": fit_llama3_rope(divisors, rope["rope_theta"])}
         except ValueError as error:
@@ -108,6 +121,11 @@ class GgufCheckpoint:
         if isinstance(rule, Stored):
             return self._stored_info(rule)
         first = tensors[rule.sources[0]]
+        if isinstance(rule, JoinedStacks):
+            if len(first.shape) != 3:
+                raise CheckpointError(self.location, f"shape {first.shape} is not a stack of matrices", first.name)
+            experts, rows, width = first.shape
+            return TensorInfo((experts, rows * len(rule.sources), width), self._dtype(first))
         expected = 2 if isinstance(rule, PlainExperts) and not rule.transposed else 3
         if len(first.shape) != expected:
             raise CheckpointError(self.location, f"shape {first.shape} has not {expected} dimensions", first.name)
@@ -117,8 +135,11 @@ class GgufCheckpoint:
             return TensorInfo(
                 (experts, rows, groups, 16) if rule.part == "blocks" else (experts, rows, groups), "uint8"
             )
-        dtype = _FLOATS.get(first.type, np.dtype("<f4")).name
-        return TensorInfo((experts, first.shape[2], rows) if rule.transposed else (experts, rows), dtype)
+        return TensorInfo((experts, first.shape[2], rows) if rule.transposed else (experts, rows), self._dtype(first))
+
+    @staticmethod
+    def _dtype(tensor: GgufTensor) -> str:
+        return _FLOATS.get(tensor.type, np.dtype("<f4")).name
 
     def _stored_info(self, rule: Stored) -> TensorInfo:
         tensor = self._header.tensors[rule.source]
@@ -138,7 +159,9 @@ class GgufCheckpoint:
             if len(shape) < 2 or math.prod(shape) != shape[0] * shape[-1]:
                 raise CheckpointError(self.location, f"shape {shape} is not one row a channel", tensor.name)
             shape = (shape[0], 1, shape[-1])
-        return TensorInfo(shape, _FLOATS.get(tensor.type, np.dtype("<f4")).name)
+        if rule.change is Change.ONE_ROW:
+            shape = (1, math.prod(shape))
+        return TensorInfo(shape, self._dtype(tensor))
 
     def _bytes(self, tensor: GgufTensor, expert: int | None = None) -> np.ndarray:
         """Stored bytes, uint8 `[..., rows, row bytes]`: rows are independent in every format."""
@@ -178,7 +201,7 @@ class GgufCheckpoint:
                 return values - np.ones((), values.dtype)
         if rule.change is Change.CONV_CHANNEL:
             return values.reshape(values.shape[0], 1, -1)
-        return values
+        return values.reshape(1, -1) if rule.change is Change.ONE_ROW else values
 
     def _read_packed(self, rule: PackedExperts, chosen: slice) -> np.ndarray:
         shape = self._header.tensors[rule.sources[0]].shape

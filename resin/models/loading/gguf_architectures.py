@@ -26,12 +26,91 @@ def _llama(metadata: Metadata, config: Config) -> None:
         }
 
 
+def _window(metadata: Metadata) -> int | None:
+    """The window, or None, and then nothing is said about it."""
+    window = metadata.integer("attention.sliding_window", default=0, low=0)
+    if window == 0:
+        metadata.ignore("attention.sliding_window_pattern", "rope.freq_base_swa")
+    return window or None
+
+
 def _olmo2(metadata: Metadata, config: Config) -> None:
+    """OLMo 2, or OLMo 3 where there is a window, whose layers turn by a rotation of their own."""
     config |= {"model_type": "olmo2", "hidden_act": "silu"}
+    window = _window(metadata)
+    if window is None:
+        return
+    rope = config["rope_parameters"]
+    theta = metadata.number("rope.freq_base_swa", default=rope["rope_theta"], above=1)
+    config |= {
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _layer_types(metadata, config["num_hidden_layers"], 4),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
+def _smollm3(metadata: Metadata, config: Config) -> None:
+    config |= {"model_type": "smollm3", "hidden_act": "silu", "no_rope_layer_interval": 4}
+
+
+def _exaone4(metadata: Metadata, config: Config) -> None:
+    window = _window(metadata)
+    config |= {"model_type": "exaone4", "hidden_act": "silu", "sliding_window": window}
+    if window is not None:
+        config["layer_types"] = _layer_types(metadata, config["num_hidden_layers"], 4)
+
+
+def _granite(metadata: Metadata, config: Config) -> None:
+    # Files of relatives without positions say so by this key.
+    metadata.only("rope.scaling.finetuned", True)
+
+    def factor(key: str, absent: float = 1.0) -> float:
+        """A factor of 0 is none."""
+        return metadata.number(key, default=0.0, low=0) or absent
+
+    config |= {
+        "model_type": "granite",
+        "hidden_act": "silu",
+        "attention_multiplier": factor("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": factor("embedding_scale"),
+        "residual_multiplier": factor("residual_scale"),
+        "logits_scaling": factor("logit_scale"),
+    }
+
+
+def _granitemoe(metadata: Metadata, config: Config) -> None:
+    _granite(metadata, config)
+    metadata.only("expert_gating_func", 0, _SOFTMAX)
+    config |= {
+        "model_type": "granitemoe",
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
 
 
 def _qwen2(metadata: Metadata, config: Config) -> None:
     config |= {"model_type": "qwen2", "hidden_act": "silu"}
+
+
+def _qwen2moe(metadata: Metadata, config: Config) -> None:
+    metadata.only("expert_gating_func", 0, _SOFTMAX)
+    ffn, top_k = config.get("intermediate_size", 0), metadata.integer("expert_used_count")
+    config |= {
+        "model_type": "qwen2_moe",
+        "hidden_act": "silu",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length", default=ffn // top_k or None),
+        "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length", default=ffn or None),
+    }
+    config.setdefault("intermediate_size", config["moe_intermediate_size"])  # no layer is without experts
 
 
 def _qwen3(metadata: Metadata, config: Config) -> None:
@@ -171,6 +250,11 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyTy
     {
         "llama": _llama,
         "olmo2": _olmo2,
+        "smollm3": _smollm3,
+        "exaone4": _exaone4,
+        "granite": _granite,
+        "granitemoe": _granitemoe,
+        "qwen2moe": _qwen2moe,
         "qwen2": _qwen2,
         "qwen3": _qwen3,
         "qwen3moe": _qwen3moe,

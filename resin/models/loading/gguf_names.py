@@ -23,6 +23,7 @@ class Change(Enum):
     UNPERMUTE_HEADS = "unpermute heads"  # rows of each head: interleaved rotary pairs -> halves
     MINUS_ONE = "minus one"  # Gemma norms are stored as 1 + w
     CONV_CHANNEL = "conv channel"  # [H, L] -> [H, 1, L]
+    ONE_ROW = "one row"  # [H] or [1, H] -> [1, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,14 @@ class PlainExperts:
     transposed: bool
 
 
-Rule = Stored | PackedExperts | PlainExperts
+@dataclass(frozen=True, slots=True)
+class JoinedStacks:
+    """Stacks `[E, rows, in]` one below the other, expert by expert."""
+
+    sources: tuple[str, ...]
+
+
+Rule = Stored | PackedExperts | PlainExperts | JoinedStacks
 
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -97,7 +105,15 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
     "mixtral": _LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"},
     "olmo2": _AFTER,
+    "olmo3": _AFTER,
+    "smollm3": _LLAMA,
+    "exaone4": _AFTER,
+    "granite": _LLAMA,
+    "granitemoe": _LLAMA | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "qwen2": _LLAMA,
+    "qwen2_moe": _LLAMA
+    | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+    | {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
     "qwen3": _LLAMA,
     "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
     "gemma2": _GEMMA,
@@ -109,13 +125,24 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 # Stacked experts that Hugging Face stores one by one: GGUF name -> name of one expert's matrix.
 _NUMBERED = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+_LISTED = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 _SPLIT_EXPERTS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{hf_name}" for name, hf_name in _NUMBERED},
-    "qwen3_moe": {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    "qwen2_moe": _LISTED,
+    "qwen3_moe": _LISTED,
     "lfm2_moe": {f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{hf_name}" for name, hf_name in _NUMBERED},
 }
+# Stacked experts that Hugging Face stores in one stack a matrix: its name, and those of the stacks that it is made of.
+_JOINED_EXPERTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "granitemoe": {
+        "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+        "block_sparse_moe.output_linear": ("ffn_down_exps",),
+    }
+}
 # Families whose files store pairs of a rotation side by side.
-_PERMUTED = {"llama", "mixtral"}
+_PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe"}
+# Families whose files store divisors of their frequencies, from which the llama3 scaling is found again.
+FITTED_ROPE = {"llama", "smollm3", "exaone4"}
 # Families whose files store 1 + w for the w of a norm.
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 # Tensors that hold no weights of the model itself: they are read into the config, or not at all.
@@ -166,8 +193,29 @@ def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Itera
             yield prefix + _SPLIT_EXPERTS[model_type][kind].format(expert) + ".weight", Stored(name, expert=expert)
     elif (listed := _LISTED_EXPERT.fullmatch(kind)) and f"{listed[1]}_exps" in _SPLIT_EXPERTS.get(model_type, {}):
         yield f"{prefix}{_SPLIT_EXPERTS[model_type][f'{listed[1]}_exps'].format(listed[2])}.weight", Stored(name)
+    elif suffix == "weight" and (joined := _joined_stacks(kind, f"blk.{layer}", header, model_type)):
+        yield f"{prefix}{joined[0]}.weight", JoinedStacks(joined[1])
     elif kind in _LAYER_NAMES[model_type] and suffix is not None:
         yield f"{prefix}{_LAYER_NAMES[model_type][kind]}.{suffix}", _layer_rule(name, kind, config)
+
+
+def _joined_stacks(kind: str, block: str, header: GgufHeader, model_type: str) -> tuple[str, tuple[str, ...]] | None:
+    """The Hugging Face stack that a GGUF stack belongs to, and all of that stack's parts."""
+    for target, kinds in _JOINED_EXPERTS.get(model_type, {}).items():
+        if kind in kinds:
+            sources = tuple(f"{block}.{part}.weight" for part in kinds)
+            _refuse_unlike(header, sources)
+            return target, sources
+    return None
+
+
+def _refuse_unlike(header: GgufHeader, sources: tuple[str, ...]) -> None:
+    """Refuses parts of one tensor that are missing or differ in shape."""
+    for source in sources:
+        if source not in header.tensors:
+            raise CheckpointError(header.location, "is missing", source)
+        if header.tensors[source].shape != header.tensors[sources[0]].shape:
+            raise CheckpointError(header.location, f"differs in shape from {sources[0]}", source)
 
 
 def _layer_rule(name: str, kind: str, config: Mapping[str, Any]) -> Stored:
@@ -176,6 +224,8 @@ def _layer_rule(name: str, kind: str, config: Mapping[str, Any]) -> Stored:
         return Stored(name, Change.UNPERMUTE_HEADS, heads=heads)
     if kind.endswith("norm"):
         return _norm_rule(name, config)
+    if kind == "ffn_gate_inp_shexp":
+        return Stored(name, Change.ONE_ROW)
     if kind == "shortconv.conv":
         return Stored(name, Change.CONV_CHANNEL)
     return Stored(name)
@@ -197,11 +247,7 @@ def _gpt_oss_experts(layer: int, header: GgufHeader) -> Iterator[tuple[str, Rule
         target = f"model.layers.{layer}.mlp.experts.{hf_name}"
         for suffix in ("weight", "bias"):
             sources = tuple(f"blk.{layer}.ffn_{kind}_exps.{suffix}" for kind in kinds)
-            for source in sources:
-                if source not in header.tensors:
-                    raise CheckpointError(header.location, "is missing", source)
-                if header.tensors[source].shape != header.tensors[sources[0]].shape:
-                    raise CheckpointError(header.location, f"differs in shape from {sources[0]}", source)
+            _refuse_unlike(header, sources)
             if suffix == "bias":
                 yield f"{target}_bias", PlainExperts(sources, transposed=False)
             elif all(header.tensors[source].type == GGMLQuantizationType.MXFP4 for source in sources):

@@ -114,7 +114,7 @@ def attention(
 
 def mlp(file: GgufFile, layer: int, names: dict[str, str]) -> None:
     for stored, expected in names.items():
-        shape = (HIDDEN, FFN) if stored == "down" else (FFN, HIDDEN)
+        shape = (HIDDEN, FFN) if stored.startswith("down") else (FFN, HIDDEN)
         file.add(f"blk.{layer}.ffn_{stored}.weight", f"model.layers.{layer}.{expected}.weight", *shape)
 
 

@@ -25,6 +25,7 @@ from tests.models.loading.gguf_files import (
 LLAMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+PARTS = ("gate", "up", "down")
 NUMBERED = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 MLP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 
@@ -49,6 +50,83 @@ def make_mixtral(listed: bool = False) -> GgufFile:
         )
         names = {part: f"block_sparse_moe.experts.{{}}.{name}" for part, name in NUMBERED}
         split_experts(file, layer, names, width=FFN, listed=listed)
+    return file
+
+
+def make_olmo3() -> GgufFile:
+    file = make_olmo2()
+    file.key(attention__sliding_window=8, attention__sliding_window_pattern=[True, False])
+    return file
+
+
+def make_smollm3() -> GgufFile:
+    file = start("smollm3")
+    for layer in range(LAYERS):
+        attention(file, layer, permuted=True)
+        mlp(file, layer, MLP)
+        norms(file, layer, LLAMA_NORMS)
+    return file
+
+
+def make_exaone4() -> GgufFile:
+    file = start("exaone4", tied=False)
+    file.key(attention__sliding_window=8, attention__sliding_window_pattern=[True, False])
+    for layer in range(LAYERS):
+        attention(file, layer)
+        mlp(file, layer, MLP)
+        norms(file, layer, NORMS_AFTER | QK_NORMS)
+    return file
+
+
+GRANITE = {"attention__scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 8.0}
+
+
+def make_granite() -> GgufFile:
+    file = start("granite")
+    file.key(**GRANITE)
+    for layer in range(LAYERS):
+        attention(file, layer, permuted=True)
+        mlp(file, layer, MLP)
+        norms(file, layer, LLAMA_NORMS)
+    return file
+
+
+def make_granitemoe() -> GgufFile:
+    file = start("granitemoe")
+    file.key(expert_count=EXPERTS, expert_used_count=2, **GRANITE)
+    for layer in range(LAYERS):
+        attention(file, layer, permuted=True)
+        norms(file, layer, LLAMA_NORMS)
+        block = f"model.layers.{layer}.block_sparse_moe."
+        file.add(f"blk.{layer}.ffn_gate_inp.weight", f"{block}router.layer.weight", EXPERTS, HIDDEN)
+        joined = file.draws.standard_normal((EXPERTS, 2 * FFN, HIDDEN)).astype(np.float32)
+        file.expected[f"{block}input_linear.weight"] = joined
+        for part, rows in (("gate", joined[:, :FFN]), ("up", joined[:, FFN:])):
+            file.stored[f"blk.{layer}.ffn_{part}_exps.weight"] = np.ascontiguousarray(rows)
+        file.add(f"blk.{layer}.ffn_down_exps.weight", f"{block}output_linear.weight", EXPERTS, HIDDEN, FFN)
+    return file
+
+
+def make_qwen2moe() -> GgufFile:
+    file = start("qwen2moe", tied=False)
+    file.key(
+        expert_count=EXPERTS,
+        expert_used_count=2,
+        expert_feed_forward_length=EXPERT_FFN,
+        expert_shared_feed_forward_length=FFN,
+    )
+    for layer in range(LAYERS):
+        attention(file, layer, bias=True, output_bias=False)
+        norms(file, layer, LLAMA_NORMS)
+        block = f"model.layers.{layer}.mlp."
+        file.add(f"blk.{layer}.ffn_gate_inp.weight", f"{block}gate.weight", EXPERTS, HIDDEN)
+        # Files of either age store one row, as a vector or as a matrix.
+        squeeze = np.squeeze if layer else None
+        file.add(
+            f"blk.{layer}.ffn_gate_inp_shexp.weight", f"{block}shared_expert_gate.weight", 1, HIDDEN, change=squeeze
+        )
+        mlp(file, layer, {f"{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in PARTS})
+        split_experts(file, layer, {part: f"mlp.experts.{{}}.{part}_proj" for part in PARTS})
     return file
 
 
@@ -229,6 +307,12 @@ MAKERS: dict[str, Callable[[], GgufFile]] = {
     "llama": make_llama,
     "mixtral": make_mixtral,
     "olmo2": make_olmo2,
+    "olmo3": make_olmo3,
+    "smollm3": make_smollm3,
+    "exaone4": make_exaone4,
+    "granite": make_granite,
+    "granitemoe": make_granitemoe,
+    "qwen2moe": make_qwen2moe,
     "qwen2": make_qwen2,
     "qwen3": make_qwen3,
     "qwen3moe": make_qwen3moe,

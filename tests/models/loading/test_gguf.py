@@ -75,6 +75,50 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
             {"model_type": "mixtral", "intermediate_size": 96, "num_local_experts": 3, "num_experts_per_tok": 2},
         ),
         ("olmo2", {"model_type": "olmo2", "intermediate_size": 96, "rope_parameters": DEFAULT_ROPE}),
+        (
+            "olmo3",
+            {
+                "model_type": "olmo3",
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": DEFAULT_ROPE},
+            },
+        ),
+        ("smollm3", {"model_type": "smollm3", "no_rope_layer_interval": 4, "rope_parameters": DEFAULT_ROPE}),
+        (
+            "exaone4",
+            {
+                "model_type": "exaone4",
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": DEFAULT_ROPE,
+            },
+        ),
+        (
+            "granite",
+            {
+                "model_type": "granite",
+                "attention_multiplier": pytest.approx(0.2),
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": pytest.approx(0.4),
+                "logits_scaling": 8.0,
+            },
+        ),
+        (
+            "granitemoe",
+            {"model_type": "granitemoe", "intermediate_size": 96, "num_local_experts": 3, "logits_scaling": 8.0},
+        ),
+        (
+            "qwen2moe",
+            {
+                "model_type": "qwen2_moe",
+                "num_experts": 3,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 96,
+                "norm_topk_prob": False,
+            },
+        ),
         ("qwen2", {"model_type": "qwen2", "intermediate_size": 96, "rope_parameters": DEFAULT_ROPE}),
         ("qwen3", {"model_type": "qwen3", "tie_word_embeddings": False, "rope_parameters": DEFAULT_ROPE}),
         (

@@ -17,7 +17,7 @@ from resin.models.loading.gguf_header import GgufHeader, parse_gguf_header
 from resin.models.loading.mapped import map_file
 from resin.models.weights import AbstractModel, check_tensors
 from resin.plan import InvalidRequest
-from tests.models.loading.gguf_files import HEAD
+from tests.models.loading.gguf_files import FFN, HEAD
 from tests.models.loading.gguf_makers import MAKERS, make_llama, make_phi3_long
 
 WRONG: tuple[Any, ...] = (
@@ -51,7 +51,8 @@ def test_files_load_as_models(tmp_path: Path, architecture: str) -> None:
 
 
 # What an architecture computes that others refuse.
-COMPUTED = {"rope__dimension_count": {"phi3"}}
+_SCALES = ("attention__scale", "embedding_scale", "logit_scale", "residual_scale")
+COMPUTED = {"rope__dimension_count": {"phi3"}, **{key: {"granite", "granitemoe"} for key in _SCALES}}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,33 @@ def test_every_way_to_scale_positions_is_obeyed(
 ) -> None:
     found = translate(headers[architecture], **keys)["rope_parameters"]
     assert (found["full_attention"] if architecture == "gemma3" else found) == expected
+
+
+def test_factors_of_zero_are_none(headers: dict[str, GgufHeader]) -> None:
+    plain = translate(headers["granite"], **dict.fromkeys(_SCALES, 0.0))
+    factors = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+    assert [plain[name] for name in factors] == [1, 1, 1, HEAD**-0.5]
+
+
+def test_a_granite_without_positions_is_refused(headers: dict[str, GgufHeader]) -> None:
+    with pytest.raises(CheckpointError, match=r"granite\.rope\.scaling\.finetuned is False"):
+        translate(headers["granite"], rope__scaling__finetuned=False)
+
+
+def test_widths_that_older_files_leave_out(headers: dict[str, GgufHeader]) -> None:
+    header = headers["qwen2moe"]
+    left_out = ("qwen2moe.expert_feed_forward_length", "qwen2moe.expert_shared_feed_forward_length")
+    metadata = {key: value for key, value in header.metadata.items() if key not in left_out}
+    config = translate_gguf_config(GgufHeader(header.location, metadata, header.tensors))
+    assert (config["moe_intermediate_size"], config["shared_expert_intermediate_size"]) == (FFN // 2, FFN)
+
+
+def test_windows_that_a_file_leaves_out(headers: dict[str, GgufHeader]) -> None:
+    assert translate(headers["olmo3"], attention__sliding_window=0)["model_type"] == "olmo2"
+    plain = translate(headers["exaone4"], attention__sliding_window=0)
+    assert plain["sliding_window"] is None and "layer_types" not in plain
+    base = translate(headers["olmo3"], rope__freq_base_swa=3e4)["rope_parameters"]
+    assert (base["full_attention"]["rope_theta"], base["sliding_attention"]["rope_theta"]) == (5e4, 3e4)
 
 
 def test_keys_that_models_compute_are_obeyed(headers: dict[str, GgufHeader]) -> None:
