@@ -13,6 +13,7 @@ from resin.models.assemblies import (
     Joined,
     JoinedHeads,
     OnePlus,
+    Piled,
     Reordered,
     Same,
     Sections,
@@ -84,6 +85,13 @@ def test_stacked_fills_one_weight_an_index() -> None:
     np.testing.assert_array_equal(out[:, 0, :, 0], [[0, 1], [2, 3]])
 
 
+def test_piled_takes_one_sheet_an_index() -> None:
+    (pile,) = numbered((4, 6, 5))
+    out = filled(Piled(Sections(Joined(2), (3, 3)), 4), (4, 5, 2, 3), [pile])
+    np.testing.assert_array_equal(out[1, :, 0], pile[1, :3].T)
+    np.testing.assert_array_equal(out[3, :, 1], pile[3, 3:].T)
+
+
 def test_deinterleaved_parts_even_and_odd_places() -> None:
     out = filled(Deinterleaved(), (1, 2, 2, 3), [np.arange(12, dtype=np.float32).reshape(1, 2, 6)])
     np.testing.assert_array_equal(out[0, 0], [[0, 2, 4], [1, 3, 5]])
@@ -131,6 +139,7 @@ CASES: dict[str, tuple[Assembly, Shape]] = {
     "sections": (Sections(Joined(3), (4, 4, 4)), (6, 3, 4)),
     "sections of heads": (Sections(JoinedHeads(2, 3, 4), (24, 8, 8)), (6, 2, 5, 4)),
     "channels": (Channels(), (3, 8)),
+    "piled": (Piled(Sections(Joined(2), (4, 4)), 4), (4, 6, 2, 4)),
     "stacked": (Stacked(Joined(2), 4), (4, 6, 2, 4)),
     "deinterleaved": (Deinterleaved(), (4, 6, 2, 4)),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from resin.models.declare import Placement
 from resin.models.families import find_model_class, read_config
 from resin.models.gemma2 import Gemma2Config
 from resin.models.llama import Llama, LlamaConfig
@@ -111,6 +112,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("mistral", {"model_type": "ministral", "layer_types": [FULL, SLIDING]}, (FULL, SLIDING), 11),
         ("mixtral", {}, (SLIDING, SLIDING), 9),
         ("mixtral", {"sliding_window": None}, (FULL, FULL), None),
+        ("olmo3", {}, (SLIDING, SLIDING, SLIDING, FULL), 7),
+        ("olmo3", {"sliding_window": None}, (FULL,) * 4, None),
+        ("smollm3", {}, (FULL, SLIDING, FULL, FULL, SLIDING), 9),
+        ("smollm3", {"use_sliding_window": False}, (FULL,) * 5, None),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}, (FULL, SLIDING) * 2 + (FULL,), 9),
+        ("exaone4", {}, (SLIDING, SLIDING, FULL, SLIDING), 6),
+        ("exaone4", {"sliding_window": None}, (FULL,) * 4, None),
+        ("exaone4", {"sliding_window_pattern": "LG", "layer_types": [FULL, SLIDING] * 2}, (FULL, SLIDING) * 2, 6),
+        ("qwen2_moe", {}, (SLIDING, FULL, FULL), 9),
+        ("qwen2_moe", {"max_window_layers": 3}, (SLIDING, FULL, SLIDING), 9),
+        ("qwen2_moe", {"use_sliding_window": False}, (FULL,) * 3, None),
         ("qwen2", {}, (FULL, SLIDING, SLIDING), 7),
         ("qwen2", {"layer_types": [SLIDING, FULL, FULL]}, (SLIDING, FULL, FULL), 7),
         ("qwen2", {"use_sliding_window": False}, (FULL, FULL, FULL), None),
@@ -164,6 +176,12 @@ def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
         ("mistral", {"hidden_act": "gelu"}),
         ("mixtral", {"attention_bias": True}),
         ("olmo2", {"clip_qkv": 8.0}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("exaone4", {"attention_bias": True}),
+        ("exaone4", {"sliding_window_pattern": "LLG"}),  # without a list of layers
+        ("granite", {"residual_multiplier": 0}),
+        ("granitemoe", {"mlp_bias": True}),
+        ("qwen2_moe", {"attention_bias": True}),
         ("phi3", {"attention_bias": True}),
         ("phi3", {"lm_head_bias": True}),
         ("phi3", {"full_attn_mod": 2}),
@@ -197,9 +215,37 @@ def test_phi_scales_positions_as_longrope_whatever_its_file_calls_it(kind: str) 
         ("qwen2", {}, {"q_proj", "k_proj", "v_proj"}),
         ("olmo2", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("olmo2", {"attention_bias": None}, set()),
+        ("smollm3", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("granite", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("qwen2_moe", {}, {"q_proj", "k_proj", "v_proj"}),
+        ("qwen2_moe", {"qkv_bias": False}, set()),
         ("qwen3", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
 def test_biases_of_a_family(family: str, settings: dict[str, object], biases: set[str]) -> None:
     arrays = random_checkpoint({**TINY_CONFIGS[family], **settings}).arrays
     assert {name.split(".")[-2] for name in arrays if name.endswith(".bias")} == biases
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "turning"),
+    [
+        ("smollm3", {}, [True, False, True, True, False]),
+        ("smollm3", {"no_rope_layers": None}, [True, True, True, False, True]),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 1}, [False] * 5),
+        ("exaone4", {}, [True, True, False, True]),
+        ("exaone4", {"sliding_window": 512}, [True, True, False, True]),  # as long as the longest sequence
+        ("exaone4", {"sliding_window": None}, [True] * 4),
+    ],
+)
+def test_layers_that_know_positions(family: str, settings: dict[str, object], turning: list[bool]) -> None:
+    model_class, config = read_config({**TINY_CONFIGS[family], **settings})
+    layers = model_class(config, Placement()).layers
+    assert [any(layer.attention.rope.frequencies) for layer in layers] == turning
+
+
+@pytest.mark.parametrize("window", [7, 512])
+def test_olmo3_scales_the_rotation_of_layers_without_a_window(window: int) -> None:
+    model_class, config = read_config({**TINY_CONFIGS["olmo3"], "sliding_window": window})
+    factors = [layer.attention.rope.factor for layer in model_class(config, Placement()).layers]
+    assert factors == [1, 1, 1, pytest.approx(1.2079441541679836)]

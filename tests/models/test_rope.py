@@ -107,6 +107,13 @@ def test_a_share_that_is_no_whole_pair_is_refused(share: float) -> None:
         Rope.from_parameters({"rope_theta": 1e4, "partial_rotary_factor": share}, 16, partial=0.5)
 
 
+def test_dynamic_scaling_begins_beyond_the_longest_sequence() -> None:
+    parameters = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+    assert Rope.from_parameters(parameters, 16) == Rope.from_parameters({"rope_theta": 1e4}, 16)
+    with pytest.raises(InvalidRequest, match="factor"):
+        Rope.from_parameters({**parameters, "factor": 0.5}, 16)
+
+
 def test_proportional_leaves_the_last_pairs_alone() -> None:
     rope = Rope.from_parameters({"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}, 16)
     assert rope.frequencies[4:] == (0.0,) * 4
