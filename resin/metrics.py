@@ -105,7 +105,7 @@ class EngineMetrics:
     def on_tokens(self, committed: Committed, now: float) -> None:
         """Before the scheduler notes that the tokens came now."""
         plan, table, slots, together = committed.plan, committed.table, committed.slots, committed.together
-        self.generated_tokens += len(committed.requests)
+        self.generated_tokens += len(committed.token_ids)
         if plan.phase is Phase.PREFILL:
             self.prompt_tokens += plan.num_tokens
             for request, last_s in zip(committed.requests, table.last_token_s[slots].tolist(), strict=True):
@@ -113,6 +113,10 @@ class EngineMetrics:
                     self.ttft_s.observe(now - request.submitted_s)
                 else:  # resumed after a retraction
                     self.inter_token_s.observe(now - last_s)
+        elif committed.indptr is not None:
+            counts = np.diff(committed.indptr)
+            self._observe_gaps(table.last_token_s[slots], now)
+            self.inter_token_s.observe(0.0, int(counts.sum()) - len(counts))  # those that came with another
         elif together is not None and together.last_commit_s is not None:
             self.inter_token_s.observe(now - together.last_commit_s, len(committed.requests))
         else:
@@ -178,6 +182,12 @@ def _counters(metrics: EngineMetrics, scheduler: Scheduler) -> Iterable[Any]:
     yield counter("resin_generated_tokens", "Tokens generated.", {"": metrics.generated_tokens})
     retractions = sum(replica.retractions for replica in scheduler.replicas)
     evictions = sum(replica.cache.evictions for replica in scheduler.replicas)
+    for name, text, drafts in (
+        ("resin_drafts_tried", "Drafts that decode plans checked, by place behind the row's latest token.", "tried"),
+        ("resin_drafts_agreed", "Drafts that held, likewise.", "agreed"),
+    ):
+        places = {str(place + 1): count for place, count in enumerate(getattr(scheduler.drafts, drafts).tolist())}
+        yield counter(name, text, places, "place")
     yield counter("resin_retractions", "Running requests sent back to the queue.", {"": retractions})
     yield counter("resin_evictions", "Prefix nodes evicted.", {"": evictions})
     yield counter("resin_prefix_hit_tokens", "Prompt tokens reused.", {"": metrics.prefix_hit_tokens})

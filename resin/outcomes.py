@@ -61,7 +61,8 @@ class Outcomes:
         now, plan = self._clock(), committed.plan
         count = len(committed.requests)
         if count:
-            requests, tokens, indptr = tuple(committed.requests), committed.token_ids, np.arange(count + 1)
+            requests, tokens, indptr = tuple(committed.requests), committed.token_ids, committed.indptr
+            indptr = np.arange(count + 1) if indptr is None else indptr
             picked: list[np.ndarray | None] = []
             if plan.wants_logprobs:
                 columns = (output.logprobs, output.top_ids, output.top_logprobs)

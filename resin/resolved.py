@@ -25,6 +25,8 @@ class ResolvedConfig:
         overlap: plans in flight while the next is made.
         prefill_streak_tokens: bucket tokens of prefill that rows which decode wait for at most.
         decode_step_s, read_back_s: of the smallest decode bucket, as measured at warm-up; None: not measured.
+        draft_tokens: drafts that a decode step checks of a sequence at most.
+        draft_costs: (sequences, time of a step that checks them over that of one that does not), as measured.
         runner: what the runner says of itself, such as dtype, kernels and kinds of programs.
     """
 
@@ -40,6 +42,8 @@ class ResolvedConfig:
     prefill_streak_tokens: int
     decode_step_s: float | None
     read_back_s: float | None
+    draft_tokens: int
+    draft_costs: tuple[tuple[int, float], ...]
     runner: Mapping[str, str]
 
     def as_record(self) -> dict[str, Any]:
@@ -50,6 +54,8 @@ class ResolvedConfig:
         def table(sizes: tuple[int, ...]) -> str:
             return ",".join(map(str, sizes)) or "any"
 
+        costs = " ".join(f"{cost:.2f}x of {sequences}" for sequences, cost in self.draft_costs)
+        drafts = f"drafts {self.draft_tokens} (a step with them {costs or 'not measured'})"
         measured = "not measured" if self.decode_step_s is None else f"step {self.decode_step_s * 1e3:.2f} ms"
         return "; ".join(
             [
@@ -60,6 +66,7 @@ class ResolvedConfig:
                 f"prefill buckets {table(self.prefill_buckets)}",
                 f"decode buckets {table(self.decode_buckets)}",
                 f"overlap {self.overlap} ({measured})",
+                *([drafts] if self.draft_tokens else []),
                 f"at most {self.prefill_streak_tokens} tokens of prefill between decode steps",
             ]
         )
@@ -113,5 +120,7 @@ def resolve(
         prefill_streak_tokens=streak,
         decode_step_s=None if times is None else times.decode_s,
         read_back_s=None if times is None else times.read_back_s,
+        draft_tokens=config.draft_tokens,
+        draft_costs=() if times is None else times.draft_costs,
         runner=parts.facts(),
     )

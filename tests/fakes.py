@@ -58,10 +58,14 @@ def fake_config(
     buckets: bool = True,
     spans: Sequence[int] = (),
     table: Sequence[Bucket] = (),
+    draft_tokens: int = 0,
 ) -> RunnerConfig:
     """A table of a few buckets, unless another is given. `spans` are tokens a page of each group (0 for a State)
     instead of those that `plan_geometry` picks: the widths of a real model's layers make such pages, Gemma 3 1B ones of
     88 and 16 tokens."""
+    groups = tuple(
+        replace(group, copies=1 + draft_tokens) if isinstance(group, StateGroup) else group for group in groups
+    )
     if spans:
         geometry = geometry_of_spans(groups, spans)
     else:
@@ -73,7 +77,8 @@ def fake_config(
         return Bucket(phase, sequences, tokens, tuple(rows))
 
     usual = [bucket(Phase.PREFILL, min(tokens, max_sequences), tokens) for tokens in (8, max_plan_tokens)]
-    usual += [bucket(Phase.DECODE, sequences, sequences) for sequences in sorted({1, max_sequences})]
+    widths, sizes = sorted({1, 1 + draft_tokens}), sorted({1, max_sequences})
+    usual += [bucket(Phase.DECODE, sequences, sequences * width) for width in widths for sequences in sizes]
     return RunnerConfig(
         vocab_size=VOCAB,
         max_sequences=max_sequences,
@@ -82,13 +87,15 @@ def fake_config(
         groups=groups,
         geometry=geometry,
         buckets=tuple(table or usual) if buckets else (),
+        draft_tokens=draft_tokens,
     )
 
 
 def geometry_of_spans(groups: Sequence[CacheGroup], spans: Sequence[int]) -> CacheGeometry:
     align = math.lcm(*(span for span in spans if span))
     checkpoints = [group.checkpoint_tokens for group in groups if isinstance(group, StateGroup)]
-    fills = tuple(GroupGeometry(max(span, 1), span, int(span == 0), 0.0) for span in spans)
+    copies = [group.copies if isinstance(group, StateGroup) else 0 for group in groups]
+    fills = tuple(GroupGeometry(max(span, 1), span, state, 0.0) for span, state in zip(spans, copies, strict=True))
     return CacheGeometry(4096, fills, align, -(-max(checkpoints, default=1) // align) * align)
 
 
@@ -125,6 +132,7 @@ class PagedFake:
         fail: maps a stage ("accept", "dispatch", "collect", "forward") to an exception to raise at the next call.
         check: called with every plan before it runs.
         faults: a request's id -> (tokens of its sequence, the RowFault that it gets in place of the next one).
+        guess: drafts of a sequence from its true continuation, where the config has drafts.
     """
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -133,7 +141,11 @@ class PagedFake:
         self.plans: list[BatchPlan] = []
         self.check: Callable[[BatchPlan], None] = lambda plan: None
         self.faults: dict[int, tuple[int, RowFault]] = {}
-        self.slots = np.full((config.max_sequences + 1, 2), _POISON, np.int64)  # last token and length
+        self.guess: Callable[[list[int]], list[int]] = lambda tokens: tokens
+        # Last token, length, and which copy of a State is true.
+        self.slots = np.full((config.max_sequences + 1, 3), _POISON, np.int64)
+        self.drafts: list[list[int]] = [[] for _ in range(config.max_sequences + 1)]
+        self.known: list[list[int]] = [[] for _ in range(config.max_sequences + 1)]  # tokens of each slot's sequence
 
     def bind(self, arena: ArenaSpec) -> None:
         entries = max((fill.page_entries for fill in self.config.geometry.groups), default=1)
@@ -156,23 +168,62 @@ class PagedFake:
         self.plans.append(plan)
         self._check_padding(plan)
         self.check(plan)
-        tokens = plan.token_ids.astype(np.int64)
-        live = [row for row in range(plan.num_sequences) if not self._is_padding(plan, row)]
-        for row in live:
-            if plan.row_flags[row] & RowFlag.FROM_SLOT:
-                tokens[plan.query_indptr[row]], length = self.slots[plan.slots[row]]
-                assert length == plan.computed[row], "the host does not know the slot's length"
-        self._append(plan, tokens)
-        emitted, indptr = [], [0]
+        for load in plan.slot_loads:
+            self.known[load.slot] = load.token_ids.tolist()
+        emitted, indptr, reports = [], [0], []
         for row in range(plan.num_sequences):
-            value = self._row_value(plan, row, tokens) if row in live else _POISON
-            if plan.row_flags[row] & RowFlag.EMIT:
-                at, fault = self.faults.get(plan.request_ids[row], (-1, None))
-                emitted.append(value % VOCAB if fault is None or plan.seq_lens[row] < at else int(fault))
-            self.slots[plan.slots[row]] = value % VOCAB, plan.seq_lens[row]
+            tokens, report = ([], (0, 0, 0)) if self._is_padding(plan, row) else self._run_row(plan, row)
+            emitted += tokens
             indptr.append(len(emitted))
+            reports.append(report)
         dtype = np.int32 if self.faults else np.uint32
-        return ForwardOutput(np.asarray(emitted, dtype), np.asarray(indptr, np.uint32))
+        drafting = np.array(reports, np.int32).reshape(-1, 3) if self.config.draft_tokens else None
+        return ForwardOutput(np.asarray(emitted, dtype), np.asarray(indptr, np.uint32), drafting=drafting)
+
+    def _run_row(self, plan: BatchPlan, row: int) -> tuple[list[int], tuple[int, int, int]]:
+        """The tokens that a row emits, and its DraftReport."""
+        slot, first, start = int(plan.slots[row]), int(plan.query_indptr[row]), int(plan.computed[row])
+        if plan.phase is Phase.DECODE:
+            latest = int(plan.token_ids[first])
+            if plan.row_flags[row] & RowFlag.FROM_SLOT:
+                latest, length, _ = self.slots[slot].tolist()
+                assert length == start or (self.config.draft_tokens and length < start), "an unknown length"
+                start = length
+            else:
+                assert start == self.slots[slot, 1] and latest == self.slots[slot, 0]
+            query = [latest, *self.drafts[slot][: int(plan.drafts[row])]]
+        else:
+            query = plan.token_ids[first : int(plan.query_indptr[row + 1])].tolist()
+        self._append(plan, row, start, query)
+        decodes = plan.phase is Phase.DECODE
+        copy = int(self.slots[slot, 2]) if decodes else 0
+        ends = range(1, len(query) + 1) if decodes else [len(query)]
+        values = [self._row_value(plan, row, start, query[:end], copy, end - 1 if decodes else 0) for end in ends]
+        drawn = [value % VOCAB for value in values]
+        at, fault = self.faults.get(plan.request_ids[row], (-1, None))
+        if fault is not None:
+            drawn = [token if start + end < at else int(fault) for token, end in zip(drawn, ends, strict=True)]
+        kept = 0
+        while kept < len(drawn) - 1 and query[kept + 1] == drawn[kept]:
+            kept += 1
+        self.slots[slot] = drawn[kept], start + ends[kept], kept
+        if not plan.row_flags[row] & RowFlag.EMIT:
+            return [], (0, 0, 0)
+        tokens, tried = drawn[: kept + 1], len(query) - 1 if decodes else 0
+        agreed = kept
+        if decodes and plan.bucket.width == 1 and self.drafts[slot]:
+            tried, agreed = 1, int(self.drafts[slot][0] == drawn[0])
+        self._draft(slot, tokens)
+        return tokens, (tried, agreed, len(self.drafts[slot]))
+
+    def _draft(self, slot: int, tokens: list[int]) -> None:
+        """Guesses again, from the sequence with its new tokens."""
+        if not self.config.draft_tokens:
+            return
+        self.known[slot] += tokens
+        if min(tokens) >= 0:
+            truth = expected_tokens(self.config, self.known[slot], self.config.draft_tokens)
+            self.drafts[slot] = self.guess(truth)
 
     def _check_padding(self, plan: BatchPlan) -> None:
         assert not plan.buffer.flags.writeable and not plan.token_ids.flags.writeable
@@ -180,13 +231,15 @@ class PagedFake:
         assert (plan.row_flags[plan.num_sequences :] == 0).all()
         assert (plan.slots[plan.num_sequences :] == self.config.max_sequences).all()
         assert (plan.query_indptr[plan.num_sequences :] == plan.num_tokens).all()
+        assert not plan.drafts[plan.num_sequences :].any() and (plan.drafts < plan.bucket.width).all()
 
     def _is_padding(self, plan: BatchPlan, row: int) -> bool:
         """True for an empty place between the rows of a decode plan, which must read and write nothing of anybody's."""
         if plan.slots[row] != self.config.max_sequences:
             return False
         assert plan.phase is Phase.DECODE and row < plan.num_sequences - 1 and plan.request_ids[row] == -1
-        assert not plan.computed[row] and not plan.row_flags[row] and not plan.token_ids[row]
+        assert not plan.computed[row] and not plan.row_flags[row] and not plan.drafts[row]
+        assert not plan.token_ids[plan.query_indptr[row] : plan.query_indptr[row + 1]].any()
         for group in plan.groups:
             if group.page_indptr is not None and group.first_position is not None:
                 assert group.page_indptr[row] == group.page_indptr[row + 1] and not group.first_position[row]
@@ -194,27 +247,36 @@ class PagedFake:
                 assert not group.input_pages[row].any() and not group.output_pages[row].any()
         return True
 
-    def _append(self, plan: BatchPlan, tokens: np.ndarray) -> None:
-        for group in plan.groups:
-            if group.page_ids is None:
-                continue
-            pages, offsets = plan.append_places(group.name)
-            kept = pages > 0
-            self.arena[pages[kept], offsets[kept], 0] = tokens[kept]
-            self.arena[pages[kept], offsets[kept], 1] = plan.positions[kept]
-
-    def _row_value(self, plan: BatchPlan, row: int, tokens: np.ndarray) -> int:
-        value = 1
-        length, start = int(plan.seq_lens[row]), int(plan.computed[row])
-        query = range(plan.query_indptr[row], plan.query_indptr[row + 1])
-        assert len(query) > 0
+    def _append(self, plan: BatchPlan, row: int, start: int, query: list[int]) -> None:
         for spec, fill, group in zip(self.config.groups, self.config.geometry.groups, plan.groups, strict=True):
             if isinstance(spec, StateGroup):
-                value = mix(value, self._advance_state(plan, row, group, [int(tokens[t]) for t in query]))
                 continue
-            assert group.page_indptr is not None and group.page_ids is not None and group.first_position is not None
-            pages = group.page_ids[group.page_indptr[row] : group.page_indptr[row + 1]]
-            origin = int(group.first_position[row])
+            pages, origin = self._pages(group, row)
+            for position, token in enumerate(query, start):
+                if (position + 1) % spec.tokens_per_entry == 0:
+                    page = pages[(position - origin) // fill.span_tokens]
+                    self.arena[page, position // spec.tokens_per_entry % fill.page_entries] = token, position
+
+    @staticmethod
+    def _pages(group: Any, row: int) -> tuple[np.ndarray, int]:
+        """The row's pages of a History or Window group, and the position at which they start."""
+        pages = group.page_ids[group.page_indptr[row] : group.page_indptr[row + 1]]
+        return pages, int(group.first_position[row])
+
+    def _row_value(self, plan: BatchPlan, row: int, start: int, query: list[int], copy: int, left: int) -> int:
+        """What the sequence's entries say once these tokens are among them.
+
+        Args:
+            copy: of the States, true before the plan.
+            left: that the state after these tokens is left in.
+        """
+        value, length = 1, start + len(query)
+        assert query
+        for spec, fill, group in zip(self.config.groups, self.config.geometry.groups, plan.groups, strict=True):
+            if isinstance(spec, StateGroup):
+                value = mix(value, self._advance_state(plan, row, group, start, query, copy, left))
+                continue
+            pages, origin = self._pages(group, row)
             # Every query of the chunk needs its window, the first one reaches back furthest.
             first = 0
             if isinstance(spec, WindowGroup):
@@ -229,18 +291,23 @@ class PagedFake:
                     token, at = self.arena[page, position // ratio % fill.page_entries]
                     assert at == position, f"{spec.name}: page {page} holds position {at}, expected {position}"
                     value = mix(value, token)
-        return mix(value, tokens[query[-1]])
+        return mix(value, query[-1])
 
-    def _advance_state(self, plan: BatchPlan, row: int, group: Any, tokens: list[int]) -> int:
-        source, target = group.input_pages[row], group.output_pages[row]
+    def _advance_state(
+        self, plan: BatchPlan, row: int, group: Any, start: int, tokens: list[int], copy: int, left: int
+    ) -> int:
+        copies = 1 + self.config.draft_tokens
+        source, target = (side[row].reshape(copies, -1) for side in (group.input_pages, group.output_pages))
         state, done = 5, 0
-        if not plan.row_flags[row] & RowFlag.FRESH_STATE:
-            state, done = self.arena[source[0], 0]
-            assert all((self.arena[page, 0] == self.arena[source[0], 0]).all() for page in source)
-        assert done == plan.seq_lens[row] - len(tokens), "state belongs to another position"
+        if left:  # the one before is the state after the tokens but the last
+            source, copy, tokens, start = target, left - 1, tokens[-1:], start + len(tokens) - 1
+        if left or not plan.row_flags[row] & RowFlag.FRESH_STATE:
+            state, done = self.arena[source[copy, 0], 0]
+            assert all((self.arena[page, 0] == self.arena[source[copy, 0], 0]).all() for page in source[copy])
+        assert done == start, "state belongs to another position"
         for token in tokens:
             state = mix(int(state), token)
-        self.arena[target, 0] = (state, plan.seq_lens[row])
+        self.arena[target[left], 0] = (state, start + len(tokens))
         return int(state)
 
 

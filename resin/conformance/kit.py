@@ -21,9 +21,11 @@ from resin.models.loading.checkpoint import Checkpoint
 from resin.models.weights import Progress
 from resin.plan import InvalidRequest
 from resin.runtime import ModelRunner, RunnerOptions, build_runner
+from resin.runtime.drafting import Drafter
 from resin.sched.cache import CacheManager
 
 MAX_SEQUENCES = 4
+DRAFT_ROOM = 4  # a State has a copy for each token of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,25 @@ class ConformanceKit:
             cache_bytes=self.pages * geometry.page_bytes,
         )
         return build_runner(self._checkpoint, options, model=self._model)
+
+    def build_drafting_runner(self, drafter: Drafter) -> ModelRunner:
+        """A float32 runner whose rows try three drafts of this drafter's, with the fewest buckets."""
+        config, page = self.runner.config, self.settings.page_tokens
+        options = RunnerOptions(
+            dtype="float32",
+            cache_dtype="float32",
+            kv_dtype=self.settings.kv_dtype,
+            max_sequences=MAX_SEQUENCES,
+            max_context_tokens=self.context,
+            decode_sequences=(MAX_SEQUENCES,),
+            prefill_tokens=(config.max_plan_tokens,),
+            page_tokens=page,
+            checkpoint_tokens=page,
+            cache_bytes=DRAFT_ROOM * self.pages * config.geometry.page_bytes,
+            tp=self.settings.tp,
+            draft_tokens=3,
+        )
+        return build_runner(self._checkpoint, options, model=self._model, drafter=drafter)
 
     @cached_property
     def tolerance(self) -> float:

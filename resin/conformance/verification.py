@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from resin.conformance.drafts import drafted
 from resin.conformance.equalities import EQUALITIES
 from resin.conformance.kit import ConformanceKit, Settings
 from resin.conformance.reference import reference_checks
@@ -36,7 +37,7 @@ def verify(
         ResinError: the model cannot be built at all.
     """
     kit = ConformanceKit(checkpoint, model=model, settings=settings, progress=progress)
-    checks = {**EQUALITIES, **reference_checks(reference)}
+    checks = {**EQUALITIES, "drafts": drafted, **reference_checks(reference)}
     if kit.settings.kernels:
         checks["serving kernels"] = serving_kernels
     return kit.run(checks, checkpoint.location)

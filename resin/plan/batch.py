@@ -40,7 +40,8 @@ class CacheGroupPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotLoad:
-    """Per-request state that a device slot needs before the plan runs (rare: penalties, bias, min tokens).
+    """Per-request state that a device slot needs before the plan runs: rare (penalties, bias, min tokens), unless the
+    runner drafts from what came before.
 
     Attributes:
         slot: which slot; whatever it held is replaced.

@@ -95,8 +95,11 @@ class StepTimes:
         prefill_s: (padded tokens, seconds) of the prefill buckets, smallest first, up to the first that took very long.
         decode_s: a step of the smallest decode bucket, one queued behind the other.
         read_back_s: what a step takes beyond that if its results are waited for.
+        draft_costs: (sequences, time of a decode step that checks drafts over that of one that does not), for each
+            bucket with places for drafts.
     """
 
     prefill_s: tuple[tuple[int, float], ...]
     decode_s: float
     read_back_s: float
+    draft_costs: tuple[tuple[int, float], ...] = ()

@@ -22,7 +22,7 @@ from resin.plan.cache import with_kv_dtype
 from resin.recipes.tokenizer import find_tokenizer
 from resin.runtime.bucket_table import CPU_SEQUENCES, build_buckets, decode_sizes, prefill_sizes, sequences_that_fit
 from resin.runtime.compile_cache import use_compile_cache
-from resin.runtime.drafting import PromptLookup
+from resin.runtime.drafting import Drafter, PromptLookup
 from resin.runtime.executable import StepSpec
 from resin.runtime.ledger import device_limit_bytes
 from resin.runtime.memory import GPU_CACHE_SHARE
@@ -46,6 +46,7 @@ def load_runner(
     options: RunnerOptions | None = None,
     *,
     model: str | None = None,
+    drafter: Drafter | None = None,
     progress: Progress | None = None,
 ) -> ModelRunner:
     """Fetches a model and returns its runner, ready for an Engine; weights are read when the memory ledger holds.
@@ -56,6 +57,7 @@ def load_runner(
         source: registered name, local path or hub id.
         options: execution settings.
         model: "package.module:Name" of a model class; None finds it by the checkpoint's `model_type`.
+        drafter: makes the drafts where `options.draft_tokens` are wanted; None: a PromptLookup.
         progress: called with (what, done, total) while files are fetched.
 
     Raises:
@@ -67,7 +69,12 @@ def load_runner(
     checkpoint = open_checkpoint(files)
     try:
         return build_runner(
-            checkpoint, options, model=model, tokenizer=find_tokenizer(files), on_loaded=checkpoint.close
+            checkpoint,
+            options,
+            model=model,
+            drafter=drafter,
+            tokenizer=find_tokenizer(files),
+            on_loaded=checkpoint.close,
         )
     except BaseException:
         checkpoint.close()
@@ -79,6 +86,7 @@ def build_runner(
     options: RunnerOptions | None = None,
     *,
     model: str | None = None,
+    drafter: Drafter | None = None,
     tokenizer: Any = None,
     on_loaded: Callable[[], None] | None = None,
 ) -> ModelRunner:
@@ -93,7 +101,7 @@ def build_runner(
     keeps = bool(half) and use_compile_cache(directory, half)
     mesh = build_mesh(options)
     model_class, config = read_model(checkpoint, model)
-    spec = build_spec(model_class, config, options, mesh)
+    spec = build_spec(model_class, config, options, mesh, drafter)
     programs = None
     if half:
         programs = ProgramCache.of(directory / "steps", half, model_class, config, spec, is_writable=keeps)
@@ -163,7 +171,9 @@ def read_weights(
     return load_weights(spec.model, checkpoint, spec.mesh, progress=progress)
 
 
-def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.sharding.Mesh) -> StepSpec:
+def build_spec(
+    model_class: Any, config: Any, options: RunnerOptions, mesh: jax.sharding.Mesh, drafter: Drafter | None = None
+) -> StepSpec:
     """Resolves the options against model and platform; nothing is allocated.
 
     Raises:
@@ -211,7 +221,7 @@ def build_spec(model_class: Any, config: Any, options: RunnerOptions, mesh: jax.
         arena_dtype=arena_dtype,
         draft_tokens=options.draft_tokens,
     )
-    drafter = PromptLookup() if options.draft_tokens else None
+    drafter = (drafter or PromptLookup()) if options.draft_tokens else None
     is_fresh = options.fresh_attention == "cudnn"
     return StepSpec(abstract, runner_config, mesh, placement.dtype, backend, is_fresh, drafter)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from resin.plan import BatchPlan, Phase, RunnerConfig, StepTimes, empty_plan
+from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig, StepTimes, empty_plan
 
 # A bucket that takes longer is the last that is measured: rows that decode are not to wait for it.
 LONGEST_S = 0.2
@@ -35,13 +35,28 @@ def measure_steps(
             prefill.append((bucket.tokens, first_s if first_s > LONGEST_S else min(first_s, _seconds(launch, plan))))
             if prefill[-1][1] > LONGEST_S:
                 break
-    plan = empty_plan(config, config.of_phase(Phase.DECODE)[0])
+    decode = config.of_phase(Phase.DECODE)
+    plan = empty_plan(config, decode[0])
     forward(plan)
     alone_s = min(_seconds(forward, plan) for _ in range(2))
+    costs = tuple((bucket.sequences, _draft_cost(config, launch, bucket)) for bucket in decode if bucket.width > 1)
     if alone_s > LONG_STEP_S:
-        return StepTimes(tuple(prefill), alone_s, 0.0)
+        return StepTimes(tuple(prefill), alone_s, 0.0, costs)
     step_s = min(_seconds(launch, plan, LAUNCHES) for _ in range(2)) / LAUNCHES
-    return StepTimes(tuple(prefill), step_s, max(alone_s - step_s, 0.0))
+    return StepTimes(tuple(prefill), step_s, max(alone_s - step_s, 0.0), costs)
+
+
+def _draft_cost(config: RunnerConfig, launch: Callable[[BatchPlan], Any], wide: Bucket) -> float:
+    """Time of a step with places for drafts over that of as many sequences without."""
+    sequences = [bucket for bucket in config.of_phase(Phase.DECODE) if bucket.width == 1]
+    plain = next(bucket for bucket in sequences if bucket.sequences >= wide.sequences)
+    seconds = []
+    for bucket in (plain, wide):
+        plan = empty_plan(config, bucket)
+        first_s = _seconds(launch, plan)
+        times = 1 if first_s > LONG_STEP_S else LAUNCHES
+        seconds.append(min(_seconds(launch, plan, times) for _ in range(3)) / times)
+    return seconds[1] / seconds[0]
 
 
 def _seconds(run: Callable[[BatchPlan], Any], plan: BatchPlan, times: int = 1) -> float:

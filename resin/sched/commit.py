@@ -7,28 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from resin.plan import BatchPlan, ForwardOutput, ResinError, RowFault, RowFlag
+from resin.plan import BatchPlan, ForwardOutput, RowFault, RowFlag
+from resin.plan.output import DraftReport
+from resin.sched.outputs import FAULTS, BadOutput, NoToken, check_output, check_runs
 from resin.sched.replica import Replica
 from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.rows import LiveRows
 from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
 from resin.sched.step import DecodeDraft, Draft, PrefillDraft
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-class BadOutput(ResinError):
-    """A runner returned something that does not match its plan."""
-
-
-class NoToken(ResinError):
-    """Nothing could be chosen as a request's next token."""
-
-
-_FAULTS = {
-    RowFault.NO_TOKEN: "allowed_tokens and logit_bias leave no token to choose",
-    RowFault.NOT_FINITE: "the model's logits are not finite numbers",
-}
 
 
 @dataclass(slots=True)
@@ -38,10 +24,11 @@ class Committed:
     Attributes:
         plan: the plan.
         table: columns of its replica's slots.
-        requests: rows that emitted a token, discarded rows left out.
+        requests: R rows that emitted tokens, discarded rows left out.
         slots: their slots, as an index into the columns of the SlotTable (a finished request's may be free again).
-        token_ids: int32 [R].
-        rows: int64 [R], index of each token in the output's columns.
+        token_ids: int32 [N], row by row.
+        rows: int64 [N], index of each token in the output's columns.
+        indptr: int64 [R + 1], row i owns `token_ids[indptr[i]:indptr[i + 1]]`; None where each row has one token.
         together: the rows of a decode plan if all of them emitted.
         finished: requests that ended, with the reason.
         failed: requests of which no token could be chosen, with the error; their rows are discarded.
@@ -53,6 +40,7 @@ class Committed:
     slots: slice | np.ndarray
     token_ids: np.ndarray
     rows: np.ndarray
+    indptr: np.ndarray | None = None
     together: LiveRows | None = None
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
     failed: list[tuple[Request, NoToken]] = field(default_factory=list)
@@ -74,9 +62,22 @@ def commit(replica: Replica, draft: Draft, plan: BatchPlan, output: ForwardOutpu
         BadOutput: the output does not fit the plan.
     """
     replica.in_flight -= 1
-    if isinstance(draft, DecodeDraft):
-        return _commit_decode(replica, draft, plan, output)
-    return _commit_prefill(replica, draft, plan, output)
+    _note_drafts(replica, plan, output)
+    if isinstance(draft, PrefillDraft):
+        return _commit_prefill(replica, draft, plan, output)
+    if plan.bucket.width > 1:
+        return _commit_drafts(replica, draft, plan, output)
+    return _commit_decode(replica, draft, plan, output)
+
+
+def _note_drafts(replica: Replica, plan: BatchPlan, output: ForwardOutput) -> None:
+    if not replica.draft_tokens or output.drafting is None:
+        return
+    if output.drafting.shape != (plan.num_sequences, len(DraftReport._fields)):
+        raise BadOutput(f"drafting has shape {output.drafting.shape}: expected a DraftReport for each row")
+    live = plan.emits
+    slots, width = plan.slots[: len(live)][live], plan.bucket.width
+    replica.drafts.note(replica.table, slots, output.drafting[live], width=width)
 
 
 def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
@@ -99,18 +100,73 @@ def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output
         stop_ids = stop_ids[:, live]
     table.last_token[slots] = tokens
     together = placed if live is None else None
-    committed = Committed(plan, table, requests, slots, tokens, rows, together, failed=failed)
+    committed = Committed(plan, table, requests, slots, tokens, rows, together=together, failed=failed)
     ending = draft.ending
-    if live is not None and ending:
+    if replica.draft_tokens:  # when it was planned, drafts in flight might have held that did not
+        ending = np.flatnonzero(table.outputs[slots] >= table.max_outputs[slots]).tolist()
+    elif live is not None and ending:
         kept = np.cumsum(live) - 1
         ending = [int(kept[row]) for row in ending if live[row]]
     _find_ends(committed, stop_ids, ending)
     cache = replica.cache
     if cache.prefixes.enabled:
         positions = table.committed[slots]
-        due = cache.prefixes.due(positions)
+        due = cache.prefixes.due(positions, 1)
         _commit_cache(replica, [(requests[i], int(positions[i])) for i in due])
     return committed
+
+
+def _commit_drafts(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
+    """Rows of several tokens each: what a row tried and did not keep is taken back, what follows a stop is dropped."""
+    table, placed, drafts = replica.table, draft.rows, draft.drafts_of_rows
+    tokens, bounds = check_runs(plan, output, placed.emits, drafts, replica.vocab_size)
+    committed = Committed(plan, table, [], np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
+    requests: list[Request] = []
+    slots: list[int] = []
+    counts: list[int] = []  # what each row has in the cache more
+    rows: list[int] = []
+    ends = [0]
+    planned_rows = zip(placed.requests, placed.slots.tolist(), drafts.tolist(), strict=True)
+    for i, (request, slot, tried) in enumerate(planned_rows):
+        run = tokens[bounds[i] : bounds[i + 1]]
+        held = len(run)
+        replica.decode.take_back(request, 1 + tried - held)
+        kept = _kept(table.stop_ids[slot].tolist(), run) if not request.is_finished else 0
+        table.counts[slot] += (0, -held, -1, held, kept, kept, -tried)
+        if request.is_finished:
+            replica.release_closed(request)
+            continue
+        if run[-1] < 0:
+            committed.failed.append((request, NoToken(FAULTS[RowFault(run[-1])])))
+        if not kept:
+            continue
+        request.output_ids.extend(run[:kept])
+        table.last_token[slot] = run[kept - 1]
+        requests.append(request)
+        slots.append(slot)
+        rows += range(bounds[i], bounds[i] + kept)
+        counts.append(held)
+        if run[kept - 1] in table.stop_ids[slot]:
+            committed.finished.append((request, FinishReason.STOP))
+        elif table.outputs[slot] >= table.max_outputs[slot]:
+            committed.finished.append((request, FinishReason.LENGTH))
+        ends.append(len(rows))
+    committed.requests, committed.slots = requests, np.array(slots, np.int32)
+    committed.rows, committed.indptr = np.array(rows, np.int64), np.array(ends, np.int64)
+    committed.token_ids = np.array([tokens[row] for row in rows], np.int32)
+    cache = replica.cache
+    if cache.prefixes.enabled and requests:
+        # What followed a stop is in the cache, too, and nobody's.
+        positions = np.minimum(table.committed, table.known)[committed.slots]
+        due = cache.prefixes.due(positions, np.array(counts))
+        _commit_cache(replica, [(requests[i], int(positions[i])) for i in due])
+    return committed
+
+
+def _kept(stop_ids: list[int], run: list[int]) -> int:
+    """How many of a row's tokens count: those up to its first stop, without a fault."""
+    stop = next((at for at, token in enumerate(run) if token >= 0 and token in stop_ids), len(run) - 1)
+    return stop + 1 if run[stop] >= 0 else stop
 
 
 def _commit_prefill(replica: Replica, draft: PrefillDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
@@ -143,45 +199,6 @@ def _commit_prefill(replica: Replica, draft: PrefillDraft, plan: BatchPlan, outp
     return committed
 
 
-def check_output(
-    plan: BatchPlan, output: ForwardOutput, emits: np.ndarray | None, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray, bool]:
-    """The token (or RowFault) of each emitting row, and its index in the output's columns.
-
-    Args:
-        emits: bool [num_sequences], None if every row emits.
-
-    Returns:
-        int32 [R], int64 [R], and whether a fault is among them.
-
-    Raises:
-        BadOutput: wrong shapes or dtype, not exactly one token for an emitting row, or an id outside the vocabulary.
-    """
-    indptr, tokens = np.asarray(output.token_indptr), np.asarray(output.token_ids)
-    if indptr.shape != (plan.num_sequences + 1,):
-        raise BadOutput(f"token_indptr has shape {indptr.shape}: expected ({plan.num_sequences + 1},)")
-    if tokens.size and tokens.dtype.kind not in "iu":
-        raise BadOutput(f"token_ids are {tokens.dtype}: expected integers")
-    if tokens.ndim != 1 or indptr[0] != 0 or indptr[-1] != tokens.size:
-        raise BadOutput(f"token_indptr spans {indptr[0]} to {indptr[-1]}: expected 0 to {tokens.size} token_ids")
-    if emits is None:
-        one_each = np.arange(plan.num_sequences + 1)
-        rows, chosen, misfits = one_each[:-1], tokens, indptr != one_each
-    else:
-        bounds = indptr.astype(np.int64, copy=False)
-        lengths = bounds[1:] - bounds[:-1]
-        rows, misfits = indptr[:-1][emits], np.where(emits, lengths != 1, lengths < 0)
-        chosen = tokens if misfits.any() else tokens[rows]
-    if np.count_nonzero(misfits):
-        raise BadOutput("token_indptr gives an emitting row other than one token")
-    top = vocab_size or 1 << 31
-    # Negative ids are the largest of all as unsigned numbers.
-    has_faults = bool(chosen.size and np.maximum.reduce(chosen.view(_UNSIGNED[chosen.itemsize])) >= top)
-    if has_faults and (chosen.max() >= top or chosen.min() < min(RowFault)):
-        raise BadOutput(f"token_ids go from {chosen.min()} to {chosen.max()}: expected ids in [0, {top - 1}]")
-    return chosen.astype(np.int32, copy=False), rows, has_faults
-
-
 def _live_rows(
     replica: Replica, requests: Sequence[Request], tokens: np.ndarray | None
 ) -> tuple[np.ndarray | None, list[tuple[Request, NoToken]]]:
@@ -196,7 +213,7 @@ def _live_rows(
     if tokens is None:
         return (None if goes_on.all() else goes_on), []
     failed = [
-        (requests[i], NoToken(_FAULTS[RowFault(int(tokens[i]))]))
+        (requests[i], NoToken(FAULTS[RowFault(int(tokens[i]))]))
         for i in np.flatnonzero(goes_on & (tokens < 0)).tolist()
     ]
     live = goes_on & (tokens >= 0)

@@ -43,7 +43,7 @@ class DecodeColumns:
     ) -> None:
         at = {name: column.offset for name, column in layout.by_name.items()}
         self.layout = layout
-        self.token_ids, self.computed = at["token_ids"], at["computed"]
+        self.token_ids, self.computed, self.drafts = at["token_ids"], at["computed"], at.get("drafts")
         self.query_indptr, self.row_flags = at["query_indptr"], at["row_flags"]
         self.paged: list[_PagedColumns] = []
         self.states: list[_StateColumns] = []
@@ -84,11 +84,12 @@ class DecodeImage:
         self._top = 0
         self._buffer: np.ndarray | None = None
 
-    def write_next(self, growing: Sequence[list[int]]) -> np.ndarray:
+    def write_next(self, growing: Sequence[list[int]], drafts: np.ndarray | None = None) -> np.ndarray:
         """int32 [layout.words]: the buffer of the rows' next plan.
 
         Args:
-            growing: for each paged group the places whose rows start a page with this plan.
+            growing: for each paged group the places whose rows start pages with this plan, once a page.
+            drafts: int32 [top], how many drafts each row may try, in a bucket with room for them.
         """
         rows, columns = self._rows, self._columns
         latest, width = self._buffer, self.bucket.sequences
@@ -108,6 +109,11 @@ class DecodeImage:
             for place in changed | dirty:
                 self._write_states(buffer, place)
         self._write_tokens(buffer, changed)
+        buffer[columns.computed : columns.computed + width] = rows.positions(width)
+        if drafts is not None:
+            assert columns.drafts is not None
+            buffer[columns.drafts : columns.drafts + len(drafts)] = drafts
+            buffer[columns.drafts + len(drafts) : columns.drafts + width] = 0
         rows.dirty.clear()
         rows.changed.clear()
         self._buffer = buffer
@@ -134,11 +140,9 @@ class DecodeImage:
     # -- places that came, went, paused or resumed --------------------------------------------------------------
 
     def _copy(self, latest: np.ndarray) -> np.ndarray:
-        columns, rows = self._columns, self._rows
+        columns = self._columns
         buffer = self._memory.take(columns.layout.words)
         buffer[: columns.head_stop] = latest[: columns.head_stop]
-        computed = buffer[columns.computed : columns.computed + self.bucket.sequences]
-        computed += rows.marks[: self.bucket.sequences]  # 1 where a row is live; places that changed are written again
         return buffer
 
     def _write_all(self) -> np.ndarray:
@@ -147,9 +151,6 @@ class DecodeImage:
         buffer = np.zeros(columns.layout.words, np.int32)
         columns.layout.kept(buffer)[:] = rows.table.columns[:, rows.slots[:width]]
         self._write_top(buffer)
-        for place in range(self._top):
-            if rows.is_live(place):
-                buffer[columns.computed + place] = rows.position(place)
         for index, group in enumerate(columns.paged):
             self._write_all_pages(buffer, index, group)
         return buffer
@@ -158,19 +159,19 @@ class DecodeImage:
         """What does not depend on pages, of a row that came or resumed, or of the padding in place of one that went."""
         rows, columns = self._rows, self._columns
         columns.layout.kept(buffer)[:, place] = rows.table.columns[:, rows.slots[place]]
-        buffer[columns.token_ids + place] = 0
-        buffer[columns.computed + place] = rows.position(place) if rows.is_live(place) else 0
+        buffer[columns.token_ids + place * self.bucket.width] = 0
 
     def _write_top(self, buffer: np.ndarray) -> None:
         """What follows from the number of places in use, and from who is in them."""
-        rows, width = self._rows, self.bucket.sequences
+        rows, bucket = self._rows, self.bucket
         self._top = top = rows.top
-        buffer[HEADER.num_sequences] = buffer[HEADER.num_tokens] = top
+        tokens = top * bucket.width
+        buffer[HEADER.num_sequences], buffer[HEADER.num_tokens] = top, tokens
         buffer[HEADER.top_logprobs] = rows.live().top_logprobs
         start = self._columns.query_indptr
-        if buffer[start + width] != top:
-            buffer[start : start + top] = np.arange(top)
-            buffer[start + top : start + width + 1] = top
+        if buffer[start + bucket.sequences] != tokens:
+            buffer[start : start + top] = np.arange(0, tokens, bucket.width)
+            buffer[start + top : start + bucket.sequences + 1] = tokens
 
     def _write_states(self, buffer: np.ndarray, place: int) -> None:
         lease = self._rows.leases[place]
@@ -206,8 +207,9 @@ class DecodeImage:
     def _patch_pages(
         self, buffer: np.ndarray, latest: np.ndarray, growing: Sequence[list[int]], others: set[int]
     ) -> None:
-        for index, (group, starting) in enumerate(zip(self._columns.paged, growing, strict=True)):
-            changed = sorted({*starting, *others}) if others else starting
+        columns = self._columns
+        for index, (group, starting) in enumerate(zip(columns.paged, growing, strict=True)):
+            changed = sorted({*starting, *others}) if others or columns.drafts is not None else starting
             if changed:
                 self._patch_rows(buffer, latest, index, group, changed)
             else:
@@ -257,7 +259,7 @@ class DecodeImage:
         lease = self._rows.leases[place]
         if not group.group.window_tokens or lease is None:
             return 0
-        return max(lease.rows[index].first, group.group.first_needed(self._rows.position(place)))
+        return max(lease.rows[index].first, group.group.first_needed(self._rows.least_position(place)))
 
     # -- every plan ---------------------------------------------------------------------------------------------
 
@@ -278,7 +280,7 @@ class DecodeImage:
             pending = bool(table.pending[slot])
             flags = table.flags[slot] | rows.marks[place]
             buffer[columns.row_flags + place] = flags | _FROM_SLOT if pending else flags
-            buffer[columns.token_ids + place] = 0 if pending else table.last_token[slot]
+            buffer[columns.token_ids + place * self.bucket.width] = 0 if pending else table.last_token[slot]
             if pending or not rows.marks[place]:
                 self._with_ids.discard(place)
             else:
@@ -300,5 +302,7 @@ class DecodeImage:
             rows.short.difference_update(np.flatnonzero(live & (outputs >= table.min_outputs[slots])).tolist())
         buffer[HEADER.any_flags] = np.bitwise_or.reduce(flags)
         buffer[columns.row_flags : columns.row_flags + top] = flags
-        buffer[columns.token_ids : columns.token_ids + top] = np.where(pending, 0, table.last_token[slots])
+        width = self.bucket.width
+        firsts = buffer[columns.token_ids : columns.token_ids + top * width : width]
+        firsts[:] = np.where(pending, 0, table.last_token[slots])
         self._with_ids = set(np.flatnonzero(live & ~pending).tolist())

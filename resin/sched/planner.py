@@ -44,6 +44,7 @@ class Planner:
         self._config = config
         self._table = table
         self._scratch_slot = config.max_sequences
+        self._drafts = config.draft_tokens > 0  # made of the sequence's tokens, which the device has to know
         self._specs = pairs = tuple(zip(config.groups, config.geometry.groups, strict=True))
         self._memory = BufferPool()
         self._layouts: dict[Bucket, PlanLayout] = {}
@@ -62,15 +63,25 @@ class Planner:
     # -- decode -------------------------------------------------------------------------------------------------
 
     def plan_decode(
-        self, step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: np.ndarray | None
+        self,
+        step: int,
+        bucket: Bucket,
+        rows: DecodeRows,
+        growing: list[list[int]],
+        masks: np.ndarray | None,
+        drafts: np.ndarray | None = None,
     ) -> BatchPlan:
-        """One token for each live row; `growing` are the places of each paged group that start a page."""
+        """One token for each live row, and drafts in a bucket that has places for them; `growing` are the places of
+        each paged group that start a page."""
         image = self.image
         if image is None or image.bucket is not bucket:
             image = self.image = DecodeImage(bucket, self._decode_columns(bucket), rows, self._memory)
-        buffer, count = image.write_next(growing), rows.top
+        if bucket.width > 1 and drafts is None:
+            drafts = np.zeros(rows.top, np.int32)
+        buffer, count = image.write_next(growing, drafts), rows.top
         buffer.flags.writeable = False
-        return BatchPlan(step, bucket, count, count, buffer, image.layout, self._specs, (), masks, rows.live().ids)
+        tokens, ids = count * bucket.width, rows.live().ids
+        return BatchPlan(step, bucket, count, tokens, buffer, image.layout, self._specs, (), masks, ids)
 
     def _decode_columns(self, bucket: Bucket) -> DecodeColumns:
         columns = self._columns.get(bucket)
@@ -125,9 +136,8 @@ class Planner:
         for name, values in table.sampling.items():
             columns[name][:count] = values[slots]
         self._fill_prefill_pages(columns, chunks)
-        loads = tuple(
-            self._slot_load(chunk) for chunk in chunks if chunk.emits and chunk.request.params.needs_slot_load
-        )
+        needed = [chunk.emits and (self._drafts or chunk.request.params.needs_slot_load) for chunk in chunks]
+        loads = tuple(self._slot_load(chunk) for chunk, needs in zip(chunks, needed, strict=True) if needs)
         ids = tuple(chunk.request.id for chunk in chunks)
         buffer.flags.writeable = False
         return BatchPlan(step, bucket, count, tokens, buffer, layout, self._specs, loads, masks, ids)

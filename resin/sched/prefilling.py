@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from resin.plan import Bucket, Phase, RunnerConfig, smallest_bucket
+from resin.plan import Bucket, Phase, RunnerConfig
 from resin.sched.cache import CacheManager, Reservation
 from resin.sched.fill import fill_tokens, prefill_costs
 from resin.sched.planner import Chunk, Planner
@@ -83,7 +83,7 @@ class Prefilling:
                 assert lease is not None
                 wider = [have + self._cache.row_pages(lease, group, start, stop) for group, have in enumerate(pages)]
                 wants = Needs(len(chunks) + 1, most - budget + stop - start, self._planner.row_pages(wider))
-                fits = smallest_bucket(self._config.buckets, Phase.PREFILL, *wants)
+                fits = wants.smallest(self._config.buckets, Phase.PREFILL)
                 if fits is not None and self._try_extend(request, start, stop, reservation):
                     chunks.append(Chunk(request, start, stop, stop == known))
                     bucket, needs, pages, budget = fits, wants, wider, budget - (stop - start)

@@ -148,17 +148,18 @@ class PrefixCache:
 
     # -- publishing ---------------------------------------------------------------------------------------------
 
-    def due(self, committed: np.ndarray) -> list[int]:
-        """Which of the positions of decoding rows need `publish`, or have a State group let go of a checkpoint.
+    def due(self, committed: np.ndarray, counts: np.ndarray | int) -> list[int]:
+        """Which of the positions of decoding rows, reached by `counts` tokens, need `publish`, or have a State group
+        let go of a checkpoint.
 
         Window pages and States must be published before their rows move on; History waits for the row's end, when it
         costs no step of the others anything.
         """
         if not self._windows and not self.state_pages:
             return []
-        due = committed % self.align_tokens == 0 if self._windows else committed % self.checkpoint_tokens == 0
+        due = committed % (self.align_tokens if self._windows else self.checkpoint_tokens) < counts
         if self.state_pages:
-            due |= committed % self.checkpoint_tokens == 1
+            due |= (committed - 1) % self.checkpoint_tokens < counts
         return [int(row) for row in np.flatnonzero(due)]
 
     def publish(self, request: Request, lease: CacheLease, position: int, computed: int) -> bool:

@@ -13,6 +13,7 @@ from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig
 from resin.sched.admission import Admission
 from resin.sched.cache import CacheManager, OutOfPages
 from resin.sched.decoding import Decoding
+from resin.sched.drafts import DraftPolicy
 from resin.sched.masks import allowed_masks
 from resin.sched.planner import Planner
 from resin.sched.prefilling import Prefilling
@@ -32,6 +33,7 @@ class Replica:
         queue: where retracted requests go.
         failures: receives requests that cannot go on, and why.
         max_plan_tokens: prefill tokens of a plan at most.
+        drafts: when a step checks drafts.
 
     Attributes:
         table, planner: of the arena's slots and plans.
@@ -50,14 +52,16 @@ class Replica:
         queue: RequestQueue,
         failures: deque[tuple[Request, Exception]],
         max_plan_tokens: int,
+        drafts: DraftPolicy,
     ) -> None:
         self.index = index
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.draft_tokens = config.vocab_size, config.draft_tokens
         self.cache = cache
         self.table = SlotTable(config.max_sequences, config.count_rows)
         self.planner = Planner(config, self.table, cache.paged)
         self.prefill = Prefilling(config, cache, self.table, self.planner, self._cycle_rows)
-        self.decode = Decoding(config, cache, self.table, self.planner)
+        self.drafts = drafts
+        self.decode = Decoding(config, cache, self.table, self.planner, drafts)
         self.admission = Admission(cache, self.table, self.prefill, self.decode, max_plan_tokens, self._cycle_rows)
         self.closing: set[Request] = set()
         self.in_flight = 0
@@ -187,7 +191,7 @@ class Replica:
         if rows.constrained:
             asked = [rows.request(place) for place in sorted(rows.constrained) if rows.is_live(place)]
             masks = allowed_masks(asked, self.vocab_size, self._failures)
-        plan = self.planner.plan_decode(step, bucket, rows, draft.growing, masks)
+        plan = self.planner.plan_decode(step, bucket, rows, draft.growing, masks, draft.drafts)
         rows.dirty.update(draft.sealing)  # the plan after this one reads their states where this one writes them
         return plan
 

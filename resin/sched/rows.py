@@ -4,14 +4,13 @@ build again."""
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from resin.plan import NOBODY, RowFlag
+from resin.plan.flags import SPECIAL
 from resin.plan.sampling import MAX_STOP_TOKENS
 from resin.sched.lease import CacheLease, PagedGroup
 from resin.sched.request import Request
@@ -61,21 +60,20 @@ class DecodeRows:
     Args:
         table: columns of the slots.
         capacity: most rows of a plan.
-        spans: lengths in tokens, for `starting`.
 
     Attributes:
         requests: by place, None where it is empty.
         leases: by place, None where no row is live.
         slots: int32 [capacity], scratch where no row is live.
         marks: int32 [capacity], EMIT where a row is live.
-        steps: plans accepted; each computes one token of every live row.
+        steps: plans accepted; each computes a token of every live row, and drafts (`advance`).
         dirty: places whose pages changed since they were last written into a plan, other than by growing.
         changed: places that came, went, paused or resumed since.
         constrained: places whose rows have a mask, which waits for the row's latest token.
         short: places of rows that have not reached their minimum length.
     """
 
-    def __init__(self, table: SlotTable, capacity: int, spans: Iterable[int]) -> None:
+    def __init__(self, table: SlotTable, capacity: int) -> None:
         self.table = table
         self.capacity = capacity
         self.scratch = len(table.flags) - 1
@@ -90,12 +88,10 @@ class DecodeRows:
         self.short: set[int] = set()
         self.count = 0  # rows, pausing ones too
         self.num_live = 0
-        self._spans = sorted(set(spans))
-        self._phases: dict[int, defaultdict[int, list[int]]] = {span: defaultdict(list) for span in self._spans}
         self._places: dict[Request, int] = {}
         self._empty = list(range(capacity))
         self._paused: set[int] = set()
-        self._starts = [0] * capacity
+        self._starts = np.zeros(capacity, np.int32)  # a live row's position less `steps`
         self._ends = np.full(capacity, _NEVER, np.int64)  # value of `steps` at which a live row has all its tokens
         self._ids = [NOBODY] * capacity
         self._append: list[Callable[[int], None] | None] = [None] * capacity
@@ -173,21 +169,16 @@ class DecodeRows:
 
     def _enter(self, place: int, request: Request) -> None:
         table, slot = self.table, request.slot
-        self._starts[place] = start = int(table.computed[slot]) - self.steps
+        self._starts[place] = table.computed[slot] - self.steps
         end = self.steps + int(table.max_outputs[slot] - table.outputs[slot] - table.pending[slot])
         self._ends[place] = end
         self._first_end = min(self._first_end, end)  # what left may have ended first: `live` looks again
         self.slots[place], self.marks[place], self._ids[place] = slot, _EMIT, request.id
         self.leases[place] = request.lease
-        for span in self._spans:
-            insort(self._phases[span][-start % span], place)
         self.num_live += 1
         self._touch(place)
 
     def _exit(self, place: int) -> None:
-        start = self._starts[place]
-        for span in self._spans:
-            self._phases[span][-start % span].remove(place)
         self._ends[place] = _NEVER
         self.slots[place], self.marks[place], self._ids[place] = self.scratch, 0, NOBODY
         self.leases[place] = None
@@ -234,12 +225,44 @@ class DecodeRows:
         return np.flatnonzero(ends <= self.steps + 1).tolist()
 
     def position(self, place: int) -> int:
-        """Place in its sequence of the token that the row computes next."""
-        return self._starts[place] + self.steps
+        """Place in its sequence of the token that the row computes next, if all drafts in flight hold."""
+        return int(self._starts[place]) + self.steps
+
+    def least_position(self, place: int) -> int:
+        """The same if none holds."""
+        return self.position(place) - int(self.table.drafts[self.slots[place]])
+
+    def positions(self, count: int) -> np.ndarray:
+        """int32 [count], `position` of the first places, 0 where no row is live."""
+        return (self._starts[:count] + self.steps) * self.marks[:count]
 
     def starting(self, span_tokens: int) -> list[int]:
-        """Places of live rows whose next position is a multiple of `span_tokens`, rising; until one comes or goes."""
-        return self._phases[span_tokens][self.steps % span_tokens]
+        """Places of live rows whose next position is a multiple of `span_tokens`, rising."""
+        places: list[int] = np.flatnonzero(self.positions(self.top) % span_tokens == 0).tolist()
+        return places if self.num_live == self._top else [place for place in places if self.marks[place]]
+
+    # -- drafts -------------------------------------------------------------------------------------------------
+
+    def draft_limits(self, most: int) -> np.ndarray:
+        """int32 [top], how many drafts each live row may try: none where something looks at its tokens one by one."""
+        slots, table = self.slots[: self.top], self.table
+        left = np.minimum(self._ends[: self._top] - self.steps - 1, most)
+        left[(table.flags[slots] & SPECIAL != 0) | (self.marks[: self._top] == 0)] = 0
+        left[[place for place in self.short if place < self._top]] = 0
+        return np.maximum(left, 0).astype(np.int32)
+
+    def advance(self, drafts: np.ndarray) -> None:
+        """A plan was accepted; beside the token of each live row it computes `drafts` [top] more, or [0] for none."""
+        self.steps += 1
+        if len(drafts):
+            self._starts[: len(drafts)] += drafts
+            self._ends[: len(drafts)] -= drafts
+            self._first_end = min(self._first_end, int(self._ends[: len(drafts)].min()))
+
+    def take_back(self, place: int, tokens: int) -> None:
+        """So many of the tokens that the row's plans computed did not hold."""
+        self._starts[place] -= tokens
+        self._ends[place] += tokens
 
     def visible_pages(self, groups: Sequence[PagedGroup], growing: Sequence[list[int]]) -> list[int]:
         """For each paged group the pages that the next tokens of all live rows see."""
@@ -249,7 +272,7 @@ class DecodeRows:
             for place, lease in enumerate(self.leases[: self.top]):
                 if lease is not None:
                     row = lease.rows[index]
-                    total += len(row) - max(group.first_needed(self.position(place)) - row.first, 0)
+                    total += len(row) - max(group.first_needed(self.least_position(place)) - row.first, 0)
             totals.append(total)
         return totals
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from resin.plan import Bucket, ForwardOutput, InvalidRequest, Phase, RunnerConfig, StepPlan, StepTimes, smallest_bucket
+from resin.plan import Bucket, ForwardOutput, InvalidRequest, Phase, RunnerConfig, StepPlan, StepTimes
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit
+from resin.sched.drafts import DraftPolicy
 from resin.sched.fill import prefill_costs
 from resin.sched.policy import Policy
 from resin.sched.queue import RequestQueue
@@ -36,6 +37,7 @@ class Scheduler:
         failures: requests that cannot go on, and why.
         prefill_streak: bucket tokens of prefill steps since rows that decode had their last one.
         streak_tokens: the streak at which it is their turn.
+        drafts: whether a decode step checks drafts, and what they were worth.
     """
 
     def __init__(self, config: RunnerConfig, caches: Sequence[CacheManager], policy: Policy) -> None:
@@ -47,8 +49,9 @@ class Scheduler:
         self.streak_tokens = policy.prefill_streak_tokens or _ENDLESS
         limit = max((bucket.tokens for bucket in config.of_phase(Phase.PREFILL)), default=config.max_plan_tokens)
         self.max_plan_tokens = min(limit, config.max_plan_tokens, policy.max_plan_tokens or limit)
+        self.drafts = DraftPolicy(config)
         self.replicas = tuple(
-            Replica(index, config, cache, self.queue, self.failures, self.max_plan_tokens)
+            Replica(index, config, cache, self.queue, self.failures, self.max_plan_tokens, self.drafts)
             for index, cache in enumerate(caches)
         )
         self._router = Router(self.replicas, policy.routing, config.max_sequences)
@@ -59,6 +62,7 @@ class Scheduler:
         self.streak_tokens = streak_tokens
         for replica in self.replicas:
             replica.prefill.costs = prefill_costs(self.config, times)
+        self.drafts.costs = dict(times.draft_costs) if times is not None else {}
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class Scheduler:
                 bucket, needs = draft.bucket, draft.needs
                 continue
             wider = needs.union(draft.needs)
-            wanted = bucket if draft.bucket is bucket else smallest_bucket(self.config.buckets, phase, *wider)
+            wanted = bucket if draft.bucket is bucket else wider.smallest(self.config.buckets, phase)
             if wanted is None:
                 self.replicas[index].rollback(draft)
                 drafts[index] = None

@@ -10,11 +10,13 @@ from resin.plan.layout import KEPT_COLUMNS
 from resin.plan.sampling import MAX_STOP_TOKENS, SAMPLING_COLUMNS, policy_flags
 from resin.sched.request import Request
 
-# What one decode step does to a slot's counts when its plan is accepted and when it is committed.
-#           computed, pending, in_flight, committed, known, outputs
-ACCEPTED = (1, 1, 1, 0, 0, 0)
-COMMITTED = (0, -1, -1, 1, 1, 1)
-DISCARDED = (0, -1, -1, 1, 0, 0)
+# What one decode step does to a slot's counts when its plan is accepted and when it is committed, drafts aside.
+#           computed, pending, in_flight, committed, known, outputs, drafts
+ACCEPTED = (1, 1, 1, 0, 0, 0, 0)
+COMMITTED = (0, -1, -1, 1, 1, 1, 0)
+DISCARDED = (0, -1, -1, 1, 0, 0, 0)
+
+FIRST_DRAFT_RATE = 0.5  # before any was checked
 
 
 class SlotTable:
@@ -27,13 +29,17 @@ class SlotTable:
 
     Attributes:
         count_row: int32 [rows], the row of token counts that the slot's request has, scratch if it needs none.
-        counts: int32 [rows, 6], the six columns below (they are views of it).
-        computed: tokens whose cache entries exist or are being written by plans in flight.
+        counts: int32 [rows, 7], the seven columns below (they are views of it).
+        computed: tokens whose cache entries exist or are being written by plans in flight, if all their drafts hold.
         committed: the same without plans in flight.
         known: prompt and output tokens the host knows.
-        pending: tokens that plans in flight will emit.
+        pending: tokens that plans in flight will emit, if all their drafts hold.
         in_flight: plans in flight that hold a row of the slot.
-        outputs, min_outputs, max_outputs: output tokens so far and their bounds.
+        outputs: output tokens so far.
+        drafts: of plans in flight.
+        min_outputs, max_outputs: bounds of outputs.
+        ready: drafts that the slot's latest collected plan left for the next.
+        draft_rate: share of its drafts that lately were right, of those that were checked.
         columns: int32 [KEPT_COLUMNS, rows], what a decode plan says of each slot; those of scratch are padding.
     """
 
@@ -44,10 +50,13 @@ class SlotTable:
         self._no_counts = count_rows
         self.count_row = np.full(rows, count_rows, np.int32)
         self.requests: list[Request | None] = [None] * rows
-        self.counts = np.zeros((rows, 6), np.int32)
+        self.counts = np.zeros((rows, len(ACCEPTED)), np.int32)
         changes: tuple[tuple[int, ...], ...] = (ACCEPTED, COMMITTED)
         self._changes = {change: np.tile(np.array(change, np.int32), rows) for change in changes}
-        self.computed, self.pending, self.in_flight, self.committed, self.known, self.outputs = self.counts.T
+        columns = self.counts.T
+        self.computed, self.pending, self.in_flight, self.committed, self.known, self.outputs, self.drafts = columns
+        self.ready = np.zeros(rows, np.int32)
+        self.draft_rate = np.zeros(rows, np.float32)
         self.min_outputs = np.zeros(rows, np.int32)
         self.max_outputs = np.zeros(rows, np.int32)
         self.last_token = np.zeros(rows, np.int32)
@@ -66,7 +75,7 @@ class SlotTable:
         """Adds ACCEPTED or COMMITTED to the counts of the slots, which `runs` are as slices, if they are few."""
         values = self._changes[change]
         if runs is None:
-            self.counts[slots] += values[:6]
+            self.counts[slots] += values[: len(change)]
             return
         for run in runs:  # each one piece of memory
             part = self.counts[run].reshape(-1)
@@ -88,7 +97,8 @@ class SlotTable:
         params = request.params
         if params.has_penalties:
             self.count_row[slot] = self._free_counts.pop()
-        self.computed[slot] = self.committed[slot] = self.pending[slot] = self.in_flight[slot] = 0
+        self.counts[slot] = self.ready[slot] = 0
+        self.draft_rate[slot] = FIRST_DRAFT_RATE
         self.known[slot] = request.num_tokens
         self.outputs[slot] = len(request.output_ids)
         self.min_outputs[slot] = params.min_output_tokens

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resin.plan import Bucket, StepPlan
+from resin.plan import Bucket, Phase, StepPlan, smallest_bucket
 from resin.sched.cache import Reservation
 from resin.sched.planner import Chunk
 from resin.sched.request import Request
@@ -23,16 +23,23 @@ class Demand(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a bucket must hold: places, tokens, and pages in the rows of each cache group."""
+    """What a bucket must hold: places, tokens, and pages in the rows of each cache group; in decode each place has
+    `width` tokens."""
 
     sequences: int
     tokens: int
     row_pages: tuple[int, ...]
+    width: int = 1
 
     def union(self, other: Needs) -> Needs:
         """What a bucket must hold to hold either."""
         pages = tuple(max(pair) for pair in zip(self.row_pages, other.row_pages, strict=True))
-        return Needs(max(self.sequences, other.sequences), max(self.tokens, other.tokens), pages)
+        sequences, width = max(self.sequences, other.sequences), max(self.width, other.width)
+        return Needs(sequences, max(self.tokens, other.tokens, sequences * width), pages, width)
+
+    def smallest(self, buckets: Sequence[Bucket], phase: Phase) -> Bucket | None:
+        """The bucket of the width, if there is one."""
+        return smallest_bucket(buckets, phase, self.sequences, self.tokens, self.row_pages, width=self.width)
 
 
 @dataclass(slots=True)
@@ -66,6 +73,7 @@ class DecodeDraft:
         growing: for each paged group the places that start a page.
         sealing: places whose state so far becomes a checkpoint.
         ending: rows that get the last token that they may have.
+        drafts: int32 [places], how many drafts each row may try; None for none.
     """
 
     bucket: Bucket
@@ -75,10 +83,18 @@ class DecodeDraft:
     growing: list[list[int]]
     sealing: list[int]
     ending: list[int]
+    drafts: np.ndarray | None = None
 
     @property
     def requests(self) -> Sequence[Request]:
         return self.rows.requests
+
+    @property
+    def drafts_of_rows(self) -> np.ndarray:
+        """int32 [rows]: `drafts` without empty places."""
+        if self.drafts is None:
+            return np.zeros(len(self.rows), np.int32)
+        return self.drafts if self.rows.emits is None else self.drafts[self.rows.emits]
 
 
 Draft = PrefillDraft | DecodeDraft

@@ -71,6 +71,14 @@ _RUNNER_FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     ),
     ("prefill_sequences", "prefill-sequences", int, "N", "sequences that one prefill step packs at most; default 16"),
     (
+        "draft_tokens",
+        "draft-tokens",
+        int,
+        "N",
+        "guesses at a sequence's next tokens, from what followed the same words before, that a step checks at most, "
+        "where that is the faster way; 0 to 7; default 0",
+    ),
+    (
         "cache_bytes",
         "cache-bytes",
         int,

@@ -38,7 +38,7 @@ TIERS = [pytest.param(family, marks=() if family in QUICK else pytest.mark.full)
 CAPABILITIES = {
     "load": (),
     "prefill": ("plain forward", "chunked", "reference logits", "stale pages"),
-    "decode": ("batched", "overlapped", "retracted", "reference steps"),
+    "decode": ("batched", "overlapped", "retracted", "drafts", "reference steps"),
     "prefix cache": ("prefix cold", "prefix hit", "conversation"),
 }
 
@@ -64,7 +64,7 @@ def test_capability(family: str, capability: str, tmp_path_factory: pytest.TempP
     report = report_of(family, tmp_path_factory.getbasetemp(), family in EVERY_BUCKET)
     assert all(report.check(name).passed for name in CAPABILITIES[capability]), f"\n{report}"
     if capability == "load":
-        assert report.passed and len(report.checks) == 12, f"\n{report}"
+        assert report.passed and len(report.checks) == 13, f"\n{report}"
 
 
 @pytest.mark.slow

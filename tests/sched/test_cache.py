@@ -454,7 +454,7 @@ def test_first_page_that_a_query_sees(span: int, window: int, next_position: int
 def test_positions_with_something_to_commit() -> None:
     cache = manager(10)
     assert (cache.prefixes.align_tokens, cache.checkpoint_tokens) == (4, 16)
-    due = cache.prefixes.due(np.arange(1, 34))
+    due = cache.prefixes.due(np.arange(1, 34), 1)
     assert [position + 1 for position in due] == [1, 4, 8, 12, 16, 17, 20, 24, 28, 32, 33]
     assert [position for position in range(40) if cache.is_sealed(position)] == [16, 32]
     assert not any(manager(10, prefix_cache=False).is_sealed(position) for position in range(40))

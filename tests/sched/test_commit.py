@@ -21,7 +21,7 @@ from resin import (
 from resin.plan import build_plan, plan_layout, smallest_bucket
 from resin.plan.buckets import Phase
 from resin.plan.layout import HEADER
-from resin.sched.commit import BadOutput, NoToken, check_output
+from resin.sched.outputs import BadOutput, NoToken, check_output
 from tests.fakes import OverlapFake, PagedFake, expected_tokens, fake_config, history_group, state_group
 
 CONFIG = fake_config((history_group(),))

@@ -22,8 +22,9 @@ GROUPS = {
 }
 
 
-def check_same(plan: BatchPlan, fresh: np.ndarray) -> None:
-    """The columns of the plan and of a buffer made from nothing; a Window row may still show an older page in front."""
+def check_same(plan: BatchPlan, fresh: np.ndarray, ahead: int) -> None:
+    """The columns of the plan and of a buffer made from nothing; a Window row may still show older pages in front: one,
+    and as many as it held ahead for drafts when it last grew."""
     count = plan.num_sequences
     windows = {spec.name for spec, _ in plan.group_specs if isinstance(spec, WindowGroup)}
     for name in plan.layout.by_name:
@@ -37,7 +38,7 @@ def check_same(plan: BatchPlan, fresh: np.ndarray) -> None:
         for i in range(count):
             row, want = ids[indptr[i] : indptr[i + 1]], fresh_ids[fresh_indptr[i] : fresh_indptr[i + 1]]
             older = len(row) - len(want)
-            assert older in (0, 1) and row[older:].tolist() == want.tolist()
+            assert 0 <= older <= 1 + ahead and row[older:].tolist() == want.tolist()
             assert firsts[i] + older * spans[name] == fresh_firsts[i]
         assert not ids[indptr[count] :].any() and (indptr[count:] == indptr[count]).all()
 
@@ -47,13 +48,15 @@ def watch(engine: Engine) -> list[int]:
     planner = engine.scheduler.replicas[0].planner
     plan_decode, patched = planner.plan_decode, []
 
-    def compare(step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: Any) -> BatchPlan:
+    def compare(
+        step: int, bucket: Bucket, rows: DecodeRows, growing: list[list[int]], masks: Any, drafts: Any
+    ) -> BatchPlan:
         short, dirty, changed = set(rows.short), set(rows.dirty), set(rows.changed)
-        fresh = DecodeImage(bucket, planner._decode_columns(bucket), rows, BufferPool()).write_next(growing)
+        fresh = DecodeImage(bucket, planner._decode_columns(bucket), rows, BufferPool()).write_next(growing, drafts)
         rows.short, rows.dirty, rows.changed = short, dirty, changed
         is_patch = planner.image is not None and planner.image.bucket is bucket
-        plan = plan_decode(step, bucket, rows, growing, masks)
-        check_same(plan, fresh)
+        plan = plan_decode(step, bucket, rows, growing, masks, drafts)
+        check_same(plan, fresh, 2 if engine.config.draft_tokens else 0)
         if is_patch:
             patched.append(len(rows.live()))
         return plan
@@ -63,12 +66,17 @@ def watch(engine: Engine) -> list[int]:
 
 
 @RUNNERS
+@pytest.mark.parametrize("drafts", [0, 3], ids=["one token", "drafts"])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["plain", "prefix"])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_patched_plans_equal_fresh_ones(groups: str, prefix_cache: bool, runner_class: type[PagedFake]) -> None:
-    config = fake_config(GROUPS[groups], max_sequences=6)
+def test_patched_plans_equal_fresh_ones(
+    groups: str, prefix_cache: bool, drafts: int, runner_class: type[PagedFake]
+) -> None:
+    config = fake_config(GROUPS[groups], max_sequences=6, draft_tokens=drafts)
     rng = np.random.default_rng(len(groups))
-    with Engine(runner_class(config), prefix_cache=prefix_cache) as engine:
+    runner = runner_class(config)
+    runner.guess = lambda truth: [token + (rng.random() < 0.4) for token in truth]
+    with Engine(runner, prefix_cache=prefix_cache) as engine:
         patched = watch(engine)
         shared = rng.integers(0, 250, 40)
         for i, size in enumerate((3, 38, 17, 40, 40, 38, 1, 25)):

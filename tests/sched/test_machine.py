@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from resin import BatchPlan, CacheGroup, Engine, FinishReason, PlanRejected, Policy, Request, RowFault, SamplingParams
 from resin.plan import NOBODY
-from resin.sched.commit import NoToken
+from resin.sched.outputs import NoToken
 from resin.sched.request import RequestState
 from tests.fakes import (
     VOCAB,

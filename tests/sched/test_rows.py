@@ -10,6 +10,7 @@ import pytest
 from resin import Engine, Phase, SamplingParams
 from resin.plan import NOBODY
 from resin.sched.rows import DecodeRows
+from resin.sched.slots import ACCEPTED
 from tests.fakes import VOCAB, OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
 
 RUNNERS = pytest.mark.parametrize("runner_class", [PagedFake, OverlapFake], ids=["sync", "overlap"])
@@ -125,7 +126,7 @@ def test_rows_agree_with_a_plain_model() -> None:
     draw = random.Random(4)
     with engine_with(sizes=(3, 5, 8, 2), count=200) as engine:
         table, requests = engine.scheduler.replicas[0].table, list(engine.scheduler.replicas[0].decode.requests)
-        rows = DecodeRows(table, 6, (4, 7))
+        rows = DecodeRows(table, 6)
         seated: dict[object, int] = {}
         paused: set[int] = set()
         for _ in range(2000):
@@ -149,8 +150,8 @@ def test_rows_agree_with_a_plain_model() -> None:
                 count, seated = len(paused), {request: place for place, request in enumerate(order)}
                 paused = set(range(len(order) - count, len(order)))
             elif rows.num_live:
-                table.add(rows.live().slots, rows.live().runs, (1, 1, 1, 0, 0, 0))
-                rows.steps += 1
+                table.add(rows.live().slots, rows.live().runs, ACCEPTED)
+                rows.advance(np.zeros(0, np.int32))
             live = {place: request for request, place in seated.items() if place not in paused}
             placed = rows.live()
             assert placed.requests == tuple(live[place] for place in sorted(live)) and rows.count == len(seated)
