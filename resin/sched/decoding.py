@@ -9,7 +9,7 @@ from resin.sched.cache import CacheManager, Reservation
 from resin.sched.drafts import DraftPolicy
 from resin.sched.planner import Planner
 from resin.sched.request import Request, RequestState
-from resin.sched.rows import DecodeRows
+from resin.sched.rows import DecodeRows, visible_pages
 from resin.sched.slots import SlotTable
 from resin.sched.step import DecodeDraft, Needs
 
@@ -218,7 +218,7 @@ class Decoding:
         rows, image, buckets, growing = self.rows, self._planner.image, self._config.buckets, self._growing(width)
         if image is not None and image.bucket.width != width:
             image = None
-        totals = image.pages_next(growing) if image is not None else rows.visible_pages(self._cache.paged, growing)
+        totals = image.pages_next(growing) if image is not None else visible_pages(rows, self._cache.paged, growing)
         needs = self._planner.row_pages(totals)
         if image is not None and rows.count > self._smaller.get(image.bucket, _EXACT):
             if image.bucket.holds(rows.top, rows.top * width, needs):

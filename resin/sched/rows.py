@@ -264,18 +264,6 @@ class DecodeRows:
         self._starts[place] -= tokens
         self._ends[place] += tokens
 
-    def visible_pages(self, groups: Sequence[PagedGroup], growing: Sequence[list[int]]) -> list[int]:
-        """For each paged group the pages that the next tokens of all live rows see."""
-        totals = []
-        for index, (group, starting) in enumerate(zip(groups, growing, strict=True)):
-            total = len(starting)
-            for place, lease in enumerate(self.leases[: self.top]):
-                if lease is not None:
-                    row = lease.rows[index]
-                    total += len(row) - max(group.first_needed(self.least_position(place)) - row.first, 0)
-            totals.append(total)
-        return totals
-
     def is_live(self, place: int) -> bool:
         return self.leases[place] is not None
 
@@ -315,6 +303,19 @@ class DecodeRows:
         logprobs = max([self._logprobs[place] for place in self._logprobs if self.marks[place]], default=0)
         self._latest = LiveRows(tuple(requests), append, slots, index, runs, emits, ids, stop_ids, logprobs)  # type: ignore[arg-type]
         return self._latest
+
+
+def visible_pages(rows: DecodeRows, groups: Sequence[PagedGroup], growing: Sequence[list[int]]) -> list[int]:
+    """For each paged group the pages that the next tokens of all live rows see."""
+    totals = []
+    for index, (group, starting) in enumerate(zip(groups, growing, strict=True)):
+        total = len(starting)
+        for place, lease in enumerate(rows.leases[: rows.top]):
+            if lease is not None:
+                row = lease.rows[index]
+                total += len(row) - max(group.first_needed(rows.least_position(place)) - row.first, 0)
+        totals.append(total)
+    return totals
 
 
 def _runs(slots: np.ndarray) -> list[slice] | None:
