@@ -140,10 +140,9 @@ class DecodeRows:
             self._exit(place)
         del self._places[request]
         self.requests[place] = self._append[place] = None
-        self.constrained.discard(place)
         self._logprobs.pop(place, None)
-        self.short.discard(place)
-        self.dirty.discard(place)
+        for noted in (self.constrained, self.short, self.dirty):
+            noted.discard(place)
         self.count -= 1
         self._kept.clear()
         heapq.heappush(self._empty, place)
@@ -238,18 +237,18 @@ class DecodeRows:
 
     def starting(self, span_tokens: int) -> list[int]:
         """Places of live rows whose next position is a multiple of `span_tokens`, rising."""
-        places: list[int] = np.flatnonzero(self.positions(self.top) % span_tokens == 0).tolist()
-        return places if self.num_live == self._top else [place for place in places if self.marks[place]]
+        starts = self.positions(self.top) % span_tokens == 0
+        return np.flatnonzero(starts & (self.marks[: self._top] != 0)).tolist()  # type: ignore[no-any-return]
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
     def draft_limits(self, most: int) -> np.ndarray:
         """int32 [top], how many drafts each live row may try: none where something looks at its tokens one by one."""
         slots, table = self.slots[: self.top], self.table
-        left = np.minimum(self._ends[: self._top] - self.steps - 1, most)
+        left = np.clip(self._ends[: self._top] - self.steps - 1, 0, most).astype(np.int32)
         left[(table.flags[slots] & SPECIAL != 0) | (self.marks[: self._top] == 0)] = 0
         left[[place for place in self.short if place < self._top]] = 0
-        return np.maximum(left, 0).astype(np.int32)
+        return left
 
     def advance(self, drafts: np.ndarray) -> None:
         """A plan was accepted; beside the token of each live row it computes `drafts` [top] more, or [0] for none."""
@@ -257,7 +256,7 @@ class DecodeRows:
         if len(drafts):
             self._starts[: len(drafts)] += drafts
             self._ends[: len(drafts)] -= drafts
-            self._first_end = min(self._first_end, int(self._ends[: len(drafts)].min()))
+            self._first_end = int(self._ends.min())
 
     def take_back(self, place: int, tokens: int) -> None:
         """So many of the tokens that the row's plans computed did not hold."""
