@@ -277,3 +277,15 @@ def test_a_slow_plan_is_seen_in_the_host_time() -> None:
         samples = scrape(engine)
     assert samples["resin_host_seconds_sum{stage=dispatch}"] >= 0.06
     assert samples["resin_host_seconds_bucket{le=0.01,stage=dispatch}"] == 0
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_gaps_of_rows_beside_one_that_decodes_at_every_second_step(overlap: int) -> None:
+    """A row with a mask pauses while its token is in flight; the others' gaps are one step all the same."""
+    watch = Observer(OverlapFake, overlap=overlap)
+    for number in range(3):
+        watch.submit([number, 5], max_output_tokens=20)
+    watch.submit([9, 9], max_output_tokens=6, allowed_tokens=lambda output: None)
+    while watch.engine.has_work():
+        watch.step()
+    check_histogram(scrape(watch.engine), "resin_inter_token_seconds", watch.gap_s, TOKEN_S)

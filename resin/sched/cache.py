@@ -14,6 +14,8 @@ from resin.sched.pool import PagePool
 from resin.sched.prefix_cache import PrefixCache
 from resin.sched.request import Request
 
+FEW_PAGES = 8  # that are faster released one by one
+
 
 class OutOfPages(ResinError):
     """A request needs more cache pages than the pool can give it, though nobody else runs."""
@@ -128,7 +130,7 @@ class CacheManager:
             seals: leases whose states are checkpoints from now on, with the position.
         """
         for index, positions in zip(self._windows, committed, strict=True):
-            self.pool.release(self._cycle(index, rows[index], positions))
+            self._cycle(index, rows[index], positions)
         states = sum(self.state_pages)
         count = sum(map(len, rows)) + len(seals) * states
         if not count:
@@ -150,19 +152,22 @@ class CacheManager:
 
     def cycle(self, lease: CacheLease, committed: int) -> bool:
         """Lets go of the Window pages that no query after `committed` tokens can see; False if the lease holds none."""
-        dropped: list[int] = []
-        for index in self._windows:
-            dropped += self._cycle(index, [lease.rows[index]], [committed])
-        self.pool.release(dropped)
-        return bool(dropped)
+        return any([self._cycle(index, [lease.rows[index]], [committed]) for index in self._windows])
 
-    def _cycle(self, index: int, rows: list[PageRow], committed: list[int]) -> list[int]:
-        """Takes the pages out of Window rows that lie before the window of the query after `committed` tokens."""
+    def _cycle(self, index: int, rows: list[PageRow], committed: list[int]) -> bool:
+        """Releases the pages of Window rows that lie before the window of the query after `committed` tokens."""
         group = self.paged[index]
-        dropped: list[int] = []
+        few: list[int] = []
+        freed = False
         for row, position in zip(rows, committed, strict=True):
-            dropped += row.drop_before(group.first_needed(position))
-        return dropped
+            dropped = row.drop_before(group.first_needed(position))
+            if len(dropped) > FEW_PAGES:  # of a chunk of its prompt
+                self.pool.release_row(np.array(dropped, np.int32))
+                freed = True
+            else:
+                few += dropped
+        self.pool.release(few)
+        return freed or bool(few)
 
     def is_sealed(self, position: int) -> bool:
         """True if the state after `position` tokens is a checkpoint that must stay as it is."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from resin.plan import BatchPlan, ForwardOutput, RowFault, RowFlag
+from resin.plan import BatchPlan, ForwardOutput, Phase, RowFault, RowFlag
 from resin.plan.output import DraftReport
 from resin.sched.outputs import FAULTS, BadOutput, NoToken, check_output, check_runs
 from resin.sched.replica import Replica
@@ -45,11 +45,16 @@ class Committed:
     finished: list[tuple[Request, FinishReason]] = field(default_factory=list)
     failed: list[tuple[Request, NoToken]] = field(default_factory=list)
 
+    @property
+    def last_together_s(self) -> float | None:
+        """When all rows got the token before this one, None if not at the same time."""
+        return self.table.together_s if self.together is not None and self.together is self.table.together else None
+
     def stamp(self, now: float) -> None:
         """Notes that the rows got their tokens now."""
         self.table.last_token_s[self.slots] = now
-        if self.together is not None:
-            self.together.last_commit_s = now
+        if self.plan.phase is Phase.DECODE:
+            self.table.together, self.table.together_s = self.together, now
 
 
 def commit(replica: Replica, draft: Draft, plan: BatchPlan, output: ForwardOutput) -> Committed:

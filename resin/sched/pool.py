@@ -27,6 +27,7 @@ class PagePool:
         self._marks = np.zeros(num_pages, np.uint8)
         self._readers, self._published = self._counts.data, self._marks.data
         self._cached = 0
+        self._num_published = 0
 
     @property
     def free(self) -> int:
@@ -74,6 +75,12 @@ class PagePool:
 
     def release_row(self, pages: np.ndarray) -> None:
         """The same for an array that names each page once, as a request's page row does."""
+        if not self._num_published:  # then nothing is shared
+            assert not len(pages) or self._counts[pages].max() == 1, "page released more often than it was leased"
+            self._counts[pages] = 0
+            self._stack[self._free : self._free + len(pages)] = pages
+            self._free += len(pages)
+            return
         left = self._counts[pages] - 1
         assert not left.size or left.min() >= 0, "page released more often than it was leased"
         self._counts[pages] = left
@@ -93,12 +100,14 @@ class PagePool:
         for page in pages:
             assert self._readers[page] > 0 and not self._published[page]
             self._published[page] = 1
+            self._num_published += 1
 
     def withdraw(self, pages: Iterable[int]) -> None:
         """Takes pages back from the trie; those without readers become free."""
         for page in pages:
             assert self._published[page]
             self._published[page] = 0
+            self._num_published -= 1
             if self._readers[page] == 0:
                 self._cached -= 1
                 self._push(page)
@@ -120,6 +129,7 @@ class PagePool:
         """
         assert np.array_equal(self._counts, readers), "reference counts differ from the leases"
         assert np.array_equal(self._marks != 0, published), "published pages differ from the trie"
+        assert self._num_published == int(np.count_nonzero(published))
         idle = readers == 0
         assert self._cached == int(np.count_nonzero(idle & published))
         free = np.zeros_like(published)

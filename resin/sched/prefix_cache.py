@@ -152,12 +152,15 @@ class PrefixCache:
         """Which of the positions of decoding rows, reached by `counts` tokens, need `publish`, or have a State group
         let go of a checkpoint.
 
-        Window pages and States must be published before their rows move on; History waits for the row's end, when it
-        costs no step of the others anything.
+        Window pages and States must be published before their rows move on: where there are States, at their
+        checkpoints, as nobody can resume anywhere else, if Windows of one width are all there then. History waits for
+        the row's end, when it costs no step of the others anything.
         """
         if not self._windows and not self.state_pages:
             return []
-        due = committed % (self.align_tokens if self._windows else self.checkpoint_tokens) < counts
+        widths = {self.paged[index].window_tokens for index in self._windows}
+        span = self.checkpoint_tokens if self.state_pages and len(widths) < 2 else self.align_tokens
+        due = committed % span < counts
         if self.state_pages:
             due |= (committed - 1) % self.checkpoint_tokens < counts
         return [int(row) for row in np.flatnonzero(due)]

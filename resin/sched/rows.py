@@ -34,7 +34,6 @@ class LiveRows:
         ids: [places], NOBODY where a place is empty.
         stop_ids: int32 [k, n], stop tokens in columns, -1 where a row has fewer.
         top_logprobs: most likely tokens to report, the largest of all rows.
-        last_commit_s: when all of these rows got their latest token, None if they did not get it together.
     """
 
     requests: tuple[Request, ...]
@@ -46,7 +45,6 @@ class LiveRows:
     ids: tuple[int, ...]
     stop_ids: np.ndarray
     top_logprobs: int
-    last_commit_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -283,7 +281,7 @@ class DecodeRows:
         count = len(occupied)
         top = int(occupied[-1]) + 1 if count else 0
         requests, append = self.requests[:top], self._append[:top]
-        slots, stop_ids, emits = self.slots[:top].copy(), self._stop_ids[: self._stop_width, :top], None
+        slots, stop_ids, emits = self.slots[:top], self._stop_ids[: self._stop_width, :top], None
         if count == top:
             stop_ids = stop_ids.copy()
         else:
@@ -293,10 +291,10 @@ class DecodeRows:
             for place in reversed((~emits).nonzero()[0].tolist()):
                 del requests[place], append[place]
         latest = self._latest
-        if latest is not None and np.array_equal(slots, latest.slots):  # another request in the place of one that ended
-            index, runs = latest.index, latest.runs
+        if latest is not None and count == len(latest.slots) and (slots == latest.slots).all():
+            slots, index, runs = latest.slots, latest.index, latest.runs  # others in the places of those that ended
         else:
-            runs = _runs(slots)
+            runs = _runs(slots := slots.copy())
             index = runs[0] if runs is not None and len(runs) == 1 else slots
         ids = tuple(self._ids[:top])
         logprobs = max([self._logprobs[place] for place in self._logprobs if self.marks[place]], default=0)

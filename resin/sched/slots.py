@@ -40,6 +40,7 @@ class SlotTable:
         min_outputs, max_outputs: bounds of outputs.
         ready: drafts that the slot's latest collected plan left for the next.
         draft_rate: share of its drafts that lately were right, of those that were checked.
+        together: who got their latest token together at `together_s`, if nobody of them has had one since.
         columns: int32 [KEPT_COLUMNS, rows], what a decode plan says of each slot; those of scratch are padding.
     """
 
@@ -62,6 +63,8 @@ class SlotTable:
         self.last_token = np.zeros(rows, np.int32)
         self.last_step = np.zeros(rows, np.int64)
         self.last_token_s = np.zeros(rows, np.float64)
+        self.together: object = None
+        self.together_s = 0.0
         self.stop_ids = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
         self.columns = np.zeros((len(KEPT_COLUMNS), rows), np.int32)
         named = dict(zip(KEPT_COLUMNS, self.columns, strict=True))

@@ -377,8 +377,13 @@ def test_no_request_leases_more_than_was_foreseen(mix: str, prefix_cache: bool) 
 # -- the manager alone ----------------------------------------------------------------------------------------------
 
 
-def manager(num_pages: int, *, prefix_cache: bool = True) -> CacheManager:
-    config = fake_config((history_group(), window_group(6), state_group(16)))
+def manager(
+    num_pages: int,
+    *,
+    prefix_cache: bool = True,
+    groups: tuple[CacheGroup, ...] = (history_group(), window_group(6), state_group(16)),
+) -> CacheManager:
+    config = fake_config(groups)
     return CacheManager(config.groups, config.geometry, num_pages, prefix_cache=prefix_cache)
 
 
@@ -455,7 +460,10 @@ def test_positions_with_something_to_commit() -> None:
     cache = manager(10)
     assert (cache.prefixes.align_tokens, cache.checkpoint_tokens) == (4, 16)
     due = cache.prefixes.due(np.arange(1, 34), 1)
-    assert [position + 1 for position in due] == [1, 4, 8, 12, 16, 17, 20, 24, 28, 32, 33]
+    assert [position + 1 for position in due] == [1, 16, 17, 32, 33], "nobody can resume between checkpoints"
+    windows = manager(10, groups=(history_group(), window_group(6)))
+    due = windows.prefixes.due(np.arange(1, 34), 1)
+    assert [position + 1 for position in due] == [4, 8, 12, 16, 20, 24, 28, 32]
     assert [position for position in range(40) if cache.is_sealed(position)] == [16, 32]
     assert not any(manager(10, prefix_cache=False).is_sealed(position) for position in range(40))
 

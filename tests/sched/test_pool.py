@@ -148,3 +148,18 @@ def test_the_integrity_check_sees_differences(wrong: str) -> None:
         published[pages] = True
     with pytest.raises(AssertionError):
         pool.check_integrity(readers, published)
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["nothing shared", "one page published"])
+def test_a_row_that_is_released_twice_is_noticed(published: bool) -> None:
+    pool = PagePool(40)
+    pages = pool.try_reserve(20)
+    other = pool.try_reserve(1)
+    assert pages is not None and other is not None
+    if published:
+        pool.publish(other)
+    row = np.asarray(pages, np.int32)
+    pool.release_row(row)
+    assert pool.free == 38 and pool.leased == 1
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release_row(row)
