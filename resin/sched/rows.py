@@ -210,7 +210,7 @@ class DecodeRows:
         """Places of rows whose last token is in a plan already."""
         if self.steps < self._first_end:
             return []
-        places: list[int] = np.flatnonzero(self._ends <= self.steps).tolist()
+        places: list[int] = (self._ends <= self.steps).nonzero()[0].tolist()
         return places
 
     def ending(self) -> list[int]:
@@ -219,7 +219,7 @@ class DecodeRows:
         if self.steps + 1 < self._first_end:
             return []
         ends = self._ends[: self._top] if live.emits is None else self._ends[: self._top][live.emits]
-        return np.flatnonzero(ends <= self.steps + 1).tolist()
+        return (ends <= self.steps + 1).nonzero()[0].tolist()
 
     def position(self, place: int) -> int:
         """Place in its sequence of the token that the row computes next, if all drafts in flight hold."""
