@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from resin import InvalidRequest
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window
+from resin.models.loading.checkpoint import CheckpointError, PackedInfo, TensorInfo, Window
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -337,7 +337,7 @@ class ShapeCheckpoint:
         self.config = config
         self.location = location
         self.tensors: Mapping[str, TensorInfo] = {}
-        self.quantised: Mapping[str, TensorInfo] = {}
+        self.quantised: Mapping[str, PackedInfo] = {}
         self.notes: tuple[str, ...] = ()
 
     def read(self, name: str, window: Window = ()) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from resin.models.config_reader import REQUIRED, ConfigReader
-from resin.models.loading.quantised import fp8_block
+from resin.models.loading.quantised import DECODED, METHODS
 from resin.models.rope import Rope
 
 MOST_LAYERS = 4096
@@ -58,16 +58,14 @@ def check_quantisation(given: ConfigReader, supported: Sequence[str]) -> None:
     packed = given.section("quantization_config")
     if packed is None:
         return
-    method = packed.get("quant_method")
+    method = str(packed.get("quant_method"))
     if method not in supported:
-        packed.refuse("quant_method", method, f"one of {sorted(supported)}, or weights that are not quantised")
+        packed.refuse(
+            "quant_method", packed.get("quant_method"), f"one of {sorted(supported)}, or weights that are not quantised"
+        )
     packed.ignore("modules_to_not_convert", "ignored_layers")
-    if method == "fp8":
-        packed.only("activation_scheme", "dynamic")
-        packed.only("fmt", "e4m3")
-        packed.ignore("scale_fmt", "dequantize")
-        if "weight_block_size" in packed:
-            fp8_block(given)
+    if method in METHODS:
+        METHODS[method](packed)
     packed.refuse_unread(f"quant_method {method!r}")
 
 
@@ -167,7 +165,7 @@ class DecoderConfig:
         eos_token_ids: tokens that end a text.
     """
 
-    quantised_as: ClassVar[tuple[str, ...]] = ("fp8",)
+    quantised_as: ClassVar[tuple[str, ...]] = DECODED
 
     hidden: int
     layers: int

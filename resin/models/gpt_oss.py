@@ -39,7 +39,7 @@ PUBLISHED_ROPE = {
 class GptOssConfig(DecoderConfig):
     """Shape of one model. `from_hf` reads it from a Hugging Face config."""
 
-    quantised_as: ClassVar[tuple[str, ...]] = ("fp8", "mxfp4")
+    quantised_as: ClassVar[tuple[str, ...]] = (*DecoderConfig.quantised_as, "mxfp4")
 
     layer_types: tuple[str, ...]
     window_tokens: int

@@ -14,8 +14,8 @@ import numpy as np
 
 from resin.models.declare import ByteInit, Declaration, Placement
 from resin.models.families import read_config
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
-from resin.models.loading.quantised import dequantise, find_quantised, packed_parts
+from resin.models.loading.checkpoint import CheckpointError, PackedInfo, TensorInfo, Window, cut
+from resin.models.loading.quantised import find_packed, infos_of
 from resin.models.loading.safetensors_writer import write_safetensors
 from resin.models.tiny_configs import TINY_CONFIGS as TINY_CONFIGS
 from resin.models.weights import AbstractModel
@@ -35,11 +35,12 @@ class MemoryCheckpoint:
     config: Mapping[str, Any]
     arrays: dict[str, np.ndarray]
     location: str = "memory"
-    quantised: Mapping[str, TensorInfo] = field(init=False)
+    quantised: Mapping[str, PackedInfo] = field(init=False)
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.quantised = find_quantised(self.tensors)
+        self._packed = find_packed(self.tensors, self.config, self.read)
+        self.quantised = infos_of(self._packed)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -51,10 +52,8 @@ class MemoryCheckpoint:
         return cut(self.arrays[name], window)
 
     def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
-        if name not in self.quantised:
-            return self.read(name, window)
-        values, scales = (self.read(part) for part in packed_parts(name, self.tensors))
-        return dequantise(values, scales, window, self.config)
+        tensor = self._packed.get(name)
+        return self.read(name, window) if tensor is None else tensor.decode(self.read, window)
 
     def close(self) -> None:
         pass
@@ -95,7 +94,7 @@ def _random_tensor(declaration: Declaration, normal: np.ndarray) -> np.ndarray:
 
 def dequantised_checkpoint(checkpoint: MemoryCheckpoint) -> MemoryCheckpoint:
     """The same model with every packed tensor as float32, as a checkpoint that was never quantised stores it."""
-    packed = {part for name in checkpoint.quantised for part in packed_parts(name, checkpoint.tensors)}
+    packed = {part for info in checkpoint.quantised.values() for part in info.parts}
     arrays = {name: array for name, array in checkpoint.arrays.items() if name not in packed}
     arrays |= {name: checkpoint.read_dequantised(name).astype(np.float32) for name in checkpoint.quantised}
     config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}

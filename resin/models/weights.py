@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from resin.models.assemblies import Shape, Tensor, window_shape
 from resin.models.declare import ByteInit, Declaration, Init, Weight
-from resin.models.loading.checkpoint import Checkpoint, TensorInfo, Window, refuse_misfits
-from resin.models.loading.quantised import packed_parts
+from resin.models.loading.checkpoint import Checkpoint, PackedInfo, TensorInfo, Window, refuse_misfits
 from resin.models.workers import worker_pool
 
 Progress = Callable[[str, int, int | None], None]
@@ -106,7 +105,7 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: says how many tensors do not fit, and names the first of them.
     """
-    held = {**checkpoint.tensors, **checkpoint.quantised}
+    held: dict[str, TensorInfo | PackedInfo] = {**checkpoint.tensors, **checkpoint.quantised}
     missing, unfit, used = [], [], set[str]()
     for declaration in model.declarations:
         shapes = declaration.assembly.source_shapes(declaration.shape)
@@ -119,13 +118,20 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
                 unfit.append(fault)
     for name in checkpoint.quantised:
         if name in used:
-            used.update(packed_parts(name, checkpoint.tensors))
+            used.update(checkpoint.quantised[name].parts)
     extra = [
         f"extra {name} {list(checkpoint.tensors[name].shape)}"
         for name in sorted(set(checkpoint.tensors) - used)
         if not any(name == ignored or name.endswith(f".{ignored}") for ignored in model.ignored_tensors)
+        and not _adds_nothing(checkpoint, name)
     ]
     refuse_misfits(checkpoint.location, "tensors", missing, extra, unfit)
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros beside a packed matrix: some packers write one for every matrix."""
+    is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in checkpoint.quantised
+    return is_bias and not checkpoint.read(name).any()
 
 
 def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str:
@@ -135,7 +141,7 @@ def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str
     return other
 
 
-def _fault_of(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str | None) -> str | None:
+def _fault_of(name: str, info: TensorInfo | PackedInfo, shape: tuple[int, ...], dtype: str | None) -> str | None:
     """What is wrong with a stored (or decoded) tensor that is to have a shape and a dtype, or any float."""
     if tuple(info.shape) != shape:
         return f"misshapen {name} {list(info.shape)}, expected {list(shape)}"

@@ -378,6 +378,45 @@ def _packed(config: Config, method: str, **settings: Any) -> dict[str, Any]:
     return {**config, "quantization_config": {"quant_method": method, **settings}}
 
 
+_AWQ = {"bits": 4, "group_size": 128, "version": "gemm", "zero_point": True, "modules_to_not_convert": None}
+_GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.1, "sym": True, "true_sequential": True}
+_NF4 = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+}
+_FBGEMM = {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+_LLAMA_405B = {**_LLAMA, **_llama3(8.0), **_shape(16_384, 53_248, 126, 128, 8, 128_256, 131_072)}
+
+
+def _compressed(kind: str, number: str, bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
+    """Settings of compressed-tensors, as its files have them."""
+    own = {"dynamic": False, "num_bits": bits, "observer": "minmax", "strategy": strategy, "symmetric": True}
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": {**own, "type": number, "block_structure": None, **weights},
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": kind,
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
 def _other(name: str, model_type: str, **settings: Any) -> Case:
     """A checkpoint of a family that is not computed."""
     return Case(name, {**_WRITTEN, "model_type": model_type, **settings}, refused=f"model_type={model_type!r}")
@@ -543,12 +582,8 @@ CASES: tuple[Case, ...] = (
     ),
     _other("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
     Case("Qwen/Qwen3-8B-FP8", {**_QWEN3_8B, "quantization_config": _FP8}, 8.191),
-    Case("Qwen/Qwen3-8B-AWQ", _packed(_QWEN3_8B, "awq", bits=4), refused="quantization_config.quant_method='awq'"),
-    Case(
-        "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
-        _packed(_QWEN3_30B, "gptq", bits=4),
-        refused="quantization_config.quant_method='gptq'",
-    ),
+    Case("Qwen/Qwen3-8B-AWQ", _packed(_QWEN3_8B, "awq", **_AWQ), 8.191),
+    Case("Qwen/Qwen3-30B-A3B-GPTQ-Int4", _packed(_QWEN3_30B, "gptq", **_GPTQ, desc_act=False, meta={}), 30.53),
     Case("google/gemma-2-2b-it", {**_GEMMA2, **_shape(2304, 9216, 26, 8, 4, 256_000, 8192)}, 2.614),
     Case("google/gemma-2-9b-it", {**_GEMMA2, **_shape(3584, 14_336, 42, 16, 8, 256_000, 8192)}, 9.242),
     Case(
@@ -736,24 +771,35 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
-        _packed(_LLAMA_8B, "awq", bits=4, group_size=128),
-        refused="quantization_config.quant_method='awq'",
+        _packed(_LLAMA_8B, "awq", **_AWQ, do_fuse=False),
+        8.030,
     ),
     Case(
         "TheBloke/Llama-2-7B-Chat-GPTQ",
-        _packed({**_LLAMA2, **_shape(4096, 11_008, 32, 32, 32, 32_000, 4096)}, "gptq", bits=4),
-        refused="quantization_config.quant_method='gptq'",
+        _packed({**_LLAMA2, **_shape(4096, 11_008, 32, 32, 32, 32_000, 4096)}, "gptq", **_GPTQ, desc_act=True),
+        6.738,
     ),
     Case(
         "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
-        _packed({**_LLAMA_8B, "unsloth_version": "2025.1"}, "bitsandbytes", load_in_4bit=True),
-        refused="quantization_config.quant_method='bitsandbytes'",
+        _packed({**_LLAMA_8B, "unsloth_version": "2025.1"}, "bitsandbytes", **_NF4),
+        8.030,
     ),
     Case(
         "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8",
-        _packed(_LLAMA_8B, "compressed-tensors", format="float-quantized"),
-        refused="quantization_config.quant_method='compressed-tensors'",
+        _packed(_LLAMA_8B, "compressed-tensors", **_compressed("float-quantized", "float", 8, "tensor")),
+        8.030,
     ),
+    Case(
+        "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16",
+        _packed(_LLAMA_8B, "compressed-tensors", **_compressed("pack-quantized", "int", 4, "group", group_size=128)),
+        8.030,
+    ),
+    Case(
+        "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8",
+        _packed(_LLAMA_8B, "compressed-tensors", **_compressed("int-quantized", "int", 8, "channel")),
+        8.030,
+    ),
+    Case("meta-llama/Llama-3.1-405B-Instruct-FP8", _packed(_LLAMA_405B, "fbgemm_fp8", **_FBGEMM), 405.9),
     Case(
         "nvidia/Llama-3.3-70B-Instruct-FP4",
         _packed(_LLAMA_70B, "modelopt", quant_algo="NVFP4"),

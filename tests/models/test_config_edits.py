@@ -158,16 +158,7 @@ def test_every_family_of_the_table_has_a_class() -> None:
     [
         *(
             ({"quantization_config": {"quant_method": method, "bits": 4}}, "quantization_config.quant_method")
-            for method in (
-                "awq",
-                "gptq",
-                "bitsandbytes",
-                "compressed-tensors",
-                "modelopt",
-                "fbgemm_fp8",
-                "hqq",
-                "mxfp4",
-            )
+            for method in ("aqlm", "exl2", "hqq", "modelopt", "mxfp4", "quark", "torchao")
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quantization_config.quant_method"),
         ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config.quant_method"),
@@ -177,9 +168,8 @@ def test_every_family_of_the_table_has_a_class() -> None:
         *(
             ({"quantization_config": {"quant_method": "fp8", name: value}}, f"quantization_config.{name}")
             for name, value in (
-                ("activation_scheme", "static"),
+                ("activation_scheme", "odd"),
                 ("fmt", "e5m2"),
-                ("weight_block_size", None),
                 ("weight_block_size", [128]),
                 ("weight_block_size", [128, "128"]),
                 ("weight_block_size", [0, 128]),

@@ -8,7 +8,7 @@ from resin.models.assemblies import Deinterleaved, Joined, Same, whole
 from resin.models.axes import Axis
 from resin.models.declare import Placement
 from resin.models.linear import Linear
-from resin.models.loading.quantised import dequantise_mxfp4
+from resin.models.loading.formats.mxfp4 import dequantise_mxfp4
 from resin.models.packed import Mxfp4Tiles
 from resin.models.weights import AbstractModel, read_share
 

@@ -10,7 +10,7 @@ import pytest
 from resin.models.declare import Placement
 from resin.models.families import find_model_class, read_config, read_model
 from resin.models.loading.checkpoint import CheckpointError, Window
-from resin.models.loading.quantised import check_packed
+from resin.models.loading.quantised import find_packed
 from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, fp8_checkpoint, random_checkpoint
 from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, StoredTensor, check_tensors, dummy_weights, load_weights, read_share
@@ -104,7 +104,8 @@ def test_a_scale_is_a_number_of_its_own(scales: str) -> None:
     checkpoint = fp8_checkpoint(random_checkpoint(TINY_CONFIGS["llama"]))
     name = "model.layers.0.self_attn.q_proj.weight"
     checkpoint.arrays[f"{name}_scale_inv"] = checkpoint.arrays[f"{name}_scale_inv"].astype(scales)
-    assert scales in str(check_packed(name, checkpoint.tensors, checkpoint.config))
+    packed = find_packed(checkpoint.tensors, checkpoint.config, checkpoint.read)
+    assert scales in str(packed[name].fault(checkpoint.tensors))
 
 
 def test_tied_checkpoint_may_store_its_head_and_rope_tables() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from resin.models.assemblies import whole
-from resin.models.loading.quantised import dequantise_mxfp4
+from resin.models.loading.formats.mxfp4 import dequantise_mxfp4
 from resin.models.packed import Factors, PackedRows, Units, Words
 from resin.pallas_kernels.experts_mxfp4 import FragmentTiles, packed_product, sort_rows
 from resin.pallas_kernels.experts_packed import FEW_PAIRS, packed_expert_ffn

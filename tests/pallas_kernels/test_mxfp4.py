@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from resin.models.loading.quantised import dequantise_mxfp4
+from resin.models.loading.formats.mxfp4 import dequantise_mxfp4
 from resin.pallas_kernels.mxfp4 import (
     PackedMatrices,
     decode_register,

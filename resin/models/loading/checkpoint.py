@@ -50,6 +50,14 @@ class TensorInfo(NamedTuple):
     dtype: str
 
 
+class PackedInfo(NamedTuple):
+    """Shape and dtype of a packed tensor once it is decoded, and the stored tensors that it is made of."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[str, ...]
+
+
 class Checkpoint(Protocol):
     """Read access to one set of weights. Reads may run in parallel threads.
 
@@ -58,7 +66,7 @@ class Checkpoint(Protocol):
         config: the model's settings in the style of a Hugging Face `config.json`.
         tensors: every stored tensor under its Hugging Face name, with the shape that Hugging Face stores
             (a linear's weight is `[out, in]`); packed parts such as `*_blocks` and `*_scales` included.
-        quantised: tensors that exist only in packed form, with shape and dtype after dequantisation.
+        quantised: tensors that exist only in packed form.
         notes: what a user should know before it is served, a line each.
     """
 
@@ -72,7 +80,7 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     @property
-    def quantised(self) -> Mapping[str, TensorInfo]: ...
+    def quantised(self) -> Mapping[str, PackedInfo]: ...
 
     @property
     def notes(self) -> tuple[str, ...]: ...

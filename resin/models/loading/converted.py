@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window
+from resin.models.loading.checkpoint import CheckpointError, PackedInfo, TensorInfo, Window
 from resin.models.loading.directory import read_json_object
 
 MANIFEST = "resin.json"
@@ -32,7 +32,7 @@ class ConvertedCheckpoint:
         self.location = str(directory)
         self.config: Mapping[str, Any] = read_json_object(directory / "config.json")
         self.tensors: Mapping[str, TensorInfo] = {}
-        self.quantised: Mapping[str, TensorInfo] = {}
+        self.quantised: Mapping[str, PackedInfo] = {}
         self.notes: tuple[str, ...] = ()
         manifest = read_json_object(directory / MANIFEST)
         if manifest.get("format") != FORMAT:

@@ -10,7 +10,8 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
+from resin.models.loading.checkpoint import CheckpointError, PackedInfo, TensorInfo, Window, cut
+from resin.models.loading.formats.mxfp4 import MXFP4_VALUES
 from resin.models.loading.gguf_config import LONG_DIVISORS, SHORT_DIVISORS, fit_llama3_rope, translate_gguf_config
 from resin.models.loading.gguf_header import GgufTensor
 from resin.models.loading.gguf_names import (
@@ -24,7 +25,7 @@ from resin.models.loading.gguf_names import (
     name_gguf_tensors,
 )
 from resin.models.loading.gguf_split import open_parts
-from resin.models.loading.quantised import MXFP4_VALUES, dequantise_mxfp4, find_quantised, packed_parts
+from resin.models.loading.quantised import find_packed, infos_of
 
 _FLOATS: Mapping[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
@@ -47,7 +48,8 @@ class GgufCheckpoint:
         self.config: Mapping[str, Any] = self._translate_config()
         self._rules = name_gguf_tensors(self._header, self.config)
         self.tensors: Mapping[str, TensorInfo] = {name: self._info(rule) for name, rule in self._rules.items()}
-        self.quantised: Mapping[str, TensorInfo] = find_quantised(self.tensors)
+        self._packed = find_packed(self.tensors, {}, self.read)
+        self.quantised: Mapping[str, PackedInfo] = infos_of(self._packed)
         self.notes: tuple[str, ...] = ()
         # As a published config says it. A file with some experts of another type is decoded while it loads.
         if self.quantised and len(self.quantised) == 2 * self.config["num_hidden_layers"]:
@@ -75,11 +77,8 @@ class GgufCheckpoint:
         return cut(values, (slice(None), *others))
 
     def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
-        if name not in self.quantised:
-            return self.read(name, window)
-        experts, *others = window or (slice(None),)
-        blocks, scales = (self.read(part, (experts,)) for part in packed_parts(name, self.tensors))
-        return cut(dequantise_mxfp4(blocks, scales), (slice(None), *others))
+        tensor = self._packed.get(name)
+        return self.read(name, window) if tensor is None else tensor.decode(self.read, window)
 
     def close(self) -> None:
         self._parts = []

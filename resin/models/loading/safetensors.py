@@ -15,14 +15,10 @@ from typing import Any, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from resin.models.loading.checkpoint import CheckpointError, TensorInfo, Window, cut
+from resin.models.loading.checkpoint import CheckpointError, PackedInfo, TensorInfo, Window, cut
+from resin.models.loading.formats.packed_tensor import PackedFault
 from resin.models.loading.mapped import map_file
-from resin.models.loading.quantised import (
-    check_packed,
-    dequantise,
-    find_quantised,
-    packed_parts,
-)
+from resin.models.loading.quantised import find_packed, infos_of, notes_of
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own library sets
@@ -88,13 +84,13 @@ class SafetensorsCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(file.entries[name].shape, file.entries[name].dtype.name) for name, file in places.items()
         }
-        self.quantised: Mapping[str, TensorInfo] = find_quantised(self.tensors)
-        self.notes: tuple[str, ...] = ()
-        for name in self.quantised:
-            fault = check_packed(name, self.tensors, config)
+        self._packed = find_packed(self.tensors, config, self.read)
+        for tensor in self._packed.values():
+            fault, values = tensor.fault(self.tensors), tensor.parts[0]
             if fault is not None:
-                values, _ = packed_parts(name, self.tensors)
                 raise CheckpointError(places[values].path, fault, values)
+        self.quantised: Mapping[str, PackedInfo] = infos_of(self._packed)
+        self.notes = notes_of(self._packed)
 
     def read(self, name: str, window: Window = ()) -> np.ndarray:
         file = self._places.get(name)
@@ -104,10 +100,13 @@ class SafetensorsCheckpoint:
         return cut(file.read(name), window)
 
     def read_dequantised(self, name: str, window: Window = ()) -> np.ndarray:
-        if name not in self.quantised:
+        tensor = self._packed.get(name)
+        if tensor is None:
             return self.read(name, window)
-        values, scales = (self.read(part) for part in packed_parts(name, self.tensors))
-        return dequantise(values, scales, window, self.config)
+        try:
+            return tensor.decode(self.read, window)
+        except PackedFault as error:
+            raise CheckpointError(self.location, str(error), tensor.parts[0]) from error
 
     def close(self) -> None:
         self._places = {}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from resin.models.config_reader import ConfigReader
-from resin.models.loading.checkpoint import Checkpoint, CheckpointError, TensorInfo, Window
+from resin.models.loading.checkpoint import Checkpoint, CheckpointError, PackedInfo, TensorInfo, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,17 @@ class TextPart:
         self.config = text_config(whole.config)
         named = {name: _text_name(name) for name in {**whole.tensors, **whole.quantised}}
         self._stored = {own: name for name, own in named.items() if own is not None}
-        self.tensors: Mapping[str, TensorInfo] = self._own(whole.tensors)
-        self.quantised: Mapping[str, TensorInfo] = self._own(whole.quantised)
+        self.tensors: Mapping[str, TensorInfo] = {
+            own: whole.tensors[name] for own, name in self._stored.items() if name in whole.tensors
+        }
+        packed = {own: whole.quantised[name] for own, name in self._stored.items() if name in whole.quantised}
+        self.quantised: Mapping[str, PackedInfo] = {
+            own: info._replace(parts=tuple(_text_name(part) or part for part in info.parts))
+            for own, info in packed.items()
+        }
         left = len(whole.tensors) - len(self.tensors)
         about = f"{left} tensors of images are left alone: {whole.config['model_type']} is served as text"
         self.notes: tuple[str, ...] = (*whole.notes, about)
-
-    def _own(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        return {own: tensors[name] for own, name in self._stored.items() if name in tensors}
 
     def read(self, name: str, window: Window = ()) -> np.ndarray:
         return self._whole.read(self._find(name), window)

@@ -250,7 +250,8 @@ def test_gpt_oss_experts_stay_packed_in_the_safetensors_layout(tmp_path: Path) -
         original = np.ascontiguousarray(file.expected[experts + name].swapaxes(1, 2))
         expected = dequantize(quantize(original, Kind.MXFP4), Kind.MXFP4).swapaxes(1, 2)
         found = checkpoint.read_dequantised(experts + name)
-        assert checkpoint.quantised[experts + name] == (found.shape, found.dtype.name)
+        parts = (f"{experts}{name}_blocks", f"{experts}{name}_scales")
+        assert checkpoint.quantised[experts + name] == (found.shape, found.dtype.name, parts)
         np.testing.assert_array_equal(found.astype(np.float32), expected)
     bias = f"{experts}gate_up_proj_bias"
     np.testing.assert_array_equal(checkpoint.read_dequantised(bias), file.expected[bias])

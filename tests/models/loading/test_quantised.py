@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from resin.models.loading import CheckpointError, open_checkpoint_path
-from resin.models.loading.quantised import dequantise_fp8, dequantise_mxfp4
+from resin.models.loading.formats.mxfp4 import dequantise_mxfp4
+from resin.models.loading.formats.scaled import scale_blocks
 from tests.models.loading.safetensors_files import write_directory
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -54,7 +55,8 @@ def test_fp8_blocks_may_be_ragged(shape: tuple[int, int]) -> None:
     scales = draws.uniform(0.5, 2, grid).astype(np.float32)
     rows, columns = np.indices(shape)
     expected = weight.astype(np.float32) * scales[rows // 128, columns // 128]
-    np.testing.assert_array_equal(dequantise_fp8(weight, scales, (128, 128)), expected)
+    found = scale_blocks(weight.astype(np.float32), scales, None, (128, 128))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_packed_tensors_are_offered_beside_their_raw_parts(tmp_path: Path) -> None:
@@ -72,20 +74,22 @@ def test_packed_tensors_are_offered_beside_their_raw_parts(tmp_path: Path) -> No
     config = {"quantization_config": {"weight_block_size": [32, 32]}}
     checkpoint = open_checkpoint_path(write_directory(tmp_path / "m", {"model.safetensors": tensors}, config))
     assert checkpoint.quantised == {
-        "e.gate_up_proj": ((2, 96, 6), "bfloat16"),
-        "q.weight": ((40, 70), "float32"),
+        "e.gate_up_proj": ((2, 96, 6), "bfloat16", ("e.gate_up_proj_blocks", "e.gate_up_proj_scales")),
+        "q.weight": ((40, 70), "float32", ("q.weight", "q.weight_scale_inv")),
     }
     for name, expected in tensors.items():
         np.testing.assert_array_equal(checkpoint.read(name), expected)
     for name, info in checkpoint.quantised.items():
         found = checkpoint.read_dequantised(name)
-        assert (found.shape, found.dtype.name) == info
+        assert (found.shape, found.dtype.name) == (info.shape, info.dtype)
         for window in ((slice(1, 2),), *(tuple(slice(size // 3, size - 1) for size in info.shape),) * (name[0] == "q")):
             np.testing.assert_array_equal(checkpoint.read_dequantised(name, window), found[window])
     np.testing.assert_array_equal(
         checkpoint.read_dequantised("e.gate_up_proj").astype(np.float64), expected_mxfp4(blocks, scales)
     )
-    np.testing.assert_array_equal(checkpoint.read_dequantised("q.weight"), dequantise_fp8(fp8, grid, (32, 32)))
+    rows, columns = np.indices(fp8.shape)
+    expected = fp8.astype(np.float32) * grid[rows // 32, columns // 32]
+    np.testing.assert_array_equal(checkpoint.read_dequantised("q.weight"), expected)
     np.testing.assert_array_equal(checkpoint.read_dequantised("norm.weight"), tensors["norm.weight"])
 
 

@@ -1,0 +1,1 @@
+"""Number formats of packed tensors, decoded with NumPy: a module each."""
