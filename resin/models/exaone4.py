@@ -43,7 +43,7 @@ class Exaone4Config(LlamaConfig):
 class Exaone4Layer(LlamaLayer):
     """`x += norm(attention(x))`, then `x += norm(mlp(x))`, with query and key norms."""
 
-    qk_norm: ClassVar[bool] = True
+    qk_norm: bool = True
     norms_before: ClassVar[tuple[str, str] | None] = None
     norms_after: ClassVar[tuple[str, str] | None] = ("post_attention_layernorm", "post_feedforward_layernorm")
 

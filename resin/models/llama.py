@@ -117,7 +117,7 @@ class LlamaLayer(nnx.Module):
         residual_scale: factor on what attention and mlp give.
     """
 
-    qk_norm: ClassVar[bool] = False
+    qk_norm: bool = False
     joint_qk_norm: ClassVar[bool] = False
     norms_before: ClassVar[tuple[str, str] | None] = ("input_layernorm", "post_attention_layernorm")
     norms_after: ClassVar[tuple[str, str] | None] = None

@@ -13,6 +13,9 @@ from resin.models.linear import Linear
 from resin.models.norm import RMSNorm
 from resin.pallas_kernels.gates import SILU, GateFunction
 
+FUSED = ("gate_up_proj", "down_proj")
+"""Names where gate and up are one tensor."""
+
 
 class GatedMLP(nnx.Module):
     """`down(gate(gate x, up x))`, gate and up in one product.

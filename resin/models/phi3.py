@@ -11,7 +11,7 @@ from flax import nnx
 from resin.models.config_reader import ConfigReader
 from resin.models.declare import Placement
 from resin.models.llama import Llama, LlamaConfig, LlamaLayer, read_windows
-from resin.models.mlp import GatedMLP
+from resin.models.mlp import FUSED, GatedMLP
 
 OTHER_NAMES_OF_LONGROPE = ("su", "yarn")  # Phi-3 files of before it had one
 
@@ -52,8 +52,7 @@ class Phi3Layer(LlamaLayer):
     @staticmethod
     def build_mlp(config: Any, placement: Placement, index: int) -> nnx.Module:
         """The feed-forward layer."""
-        names = ("gate_up_proj", "down_proj")
-        return GatedMLP(placement, f"model.layers.{index}.mlp", hidden=config.hidden, width=config.ffn, names=names)
+        return GatedMLP(placement, f"model.layers.{index}.mlp", hidden=config.hidden, width=config.ffn, names=FUSED)
 
 
 class Phi3(Llama):

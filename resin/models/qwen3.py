@@ -32,7 +32,7 @@ class Qwen3Config(Qwen2Config):
 class Qwen3Layer(LlamaLayer):
     """A Llama layer with query and key norms."""
 
-    qk_norm: ClassVar[bool] = True
+    qk_norm: bool = True
 
 
 class Qwen3(Llama):

@@ -34,7 +34,8 @@ class AbstractModel:
         graphdef: the structure.
         names: paths of the weights.
         declarations: one a weight.
-        ignored_tensors: checkpoint names, whole or their last parts, that need no home.
+        ignored_tensors: checkpoint names, whole, their last parts, or first parts with a dot at the end, that need no
+            home.
         other_names: names under which a tensor may be stored instead of its own.
     """
 
@@ -122,7 +123,7 @@ def check_tensors(model: AbstractModel, checkpoint: Checkpoint) -> None:
     extra = [
         f"extra {name} {list(checkpoint.tensors[name].shape)}"
         for name in sorted(set(checkpoint.tensors) - used)
-        if not any(name == ignored or name.endswith(f".{ignored}") for ignored in model.ignored_tensors)
+        if not any(_is_ignored(name, ignored) for ignored in model.ignored_tensors)
         and not _adds_nothing(checkpoint, name)
     ]
     refuse_misfits(checkpoint.location, "tensors", missing, extra, unfit)
@@ -132,6 +133,10 @@ def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
     """Whether it is a bias of zeros beside a packed matrix: some packers write one for every matrix."""
     is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in checkpoint.quantised
     return is_bias and not checkpoint.read(name).any()
+
+
+def _is_ignored(name: str, ignored: str) -> bool:
+    return name.startswith(ignored) if ignored.endswith(".") else f".{name}".endswith(f".{ignored}")
 
 
 def _stored_name(model: AbstractModel, checkpoint: Checkpoint, name: str) -> str:

@@ -27,7 +27,6 @@ from resin.pallas_kernels.norms import normalise
 from resin.pallas_kernels.tiles import MIN_ROWS, NOWHERE
 from resin.plan import InvalidRequest
 
-SIGMOID_SUM_EPS = 1e-6  # added to the sum that sigmoid weights are divided by, as the models that use them do
 LOADED_VALUES = 16_384  # float32 sums that the last program asks for before it adds: at most 128 a thread
 NAN_KEY, TAKEN = 2**31 - 1, -(2**31)  # above and below the integer of every float
 
@@ -43,12 +42,14 @@ class RouteRule:
         share: what a score counts: its softmax over all experts or its sigmoid.
         renormalise: divide the weights by their sum; for a softmax that is the softmax over the chosen ones.
         scaling: factor on the weights.
+        sum_eps: added to the sum that the weights of sigmoids are divided by.
     """
 
     top_k: int
     share: Share = "softmax"
     renormalise: bool = False
     scaling: float = 1.0
+    sum_eps: float = 1e-6
 
     def check(self, experts: int, *, has_selection_bias: bool = False) -> None:
         """Refuses what no router can follow.
@@ -199,7 +200,7 @@ def _finish(spec: _Spec, block: ColumnBlock, sums, operands: Operands, results) 
     weights = shares
     if rule.renormalise or rule.share == "softmax":
         total = jnp.sum(jnp.where(counted, shares, 0.0), axis=1)
-        weights = weights / (total + (SIGMOID_SUM_EPS if rule.share == "sigmoid" else 0.0))[:, None]
+        weights = weights / (total + (rule.sum_eps if rule.share == "sigmoid" else 0.0))[:, None]
     if rule.scaling != 1.0:
         weights = weights * rule.scaling
 
@@ -250,7 +251,7 @@ def choose_experts(
     _, experts = lax.top_k(ranked, rule.top_k)
     weights = jnp.take_along_axis(shares, experts, axis=-1)
     if rule.renormalise:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + (SIGMOID_SUM_EPS if rule.share == "sigmoid" else 0))
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + (rule.sum_eps if rule.share == "sigmoid" else 0))
     return experts, weights * rule.scaling
 
 

@@ -3,14 +3,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from resin.models.declare import Placement
 from resin.models.families import find_model_class, read_config
 from resin.models.gemma2 import Gemma2Config
 from resin.models.llama import Llama, LlamaConfig
+from resin.models.loading import CheckpointError
 from resin.models.qwen3 import Qwen3, Qwen3Config
-from resin.models.testing import TINY_CONFIGS, random_checkpoint
+from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, random_checkpoint
+from resin.models.weights import AbstractModel, check_tensors
 from resin.plan import InvalidRequest
 
 
@@ -182,6 +185,9 @@ def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
         ("granite", {"residual_multiplier": 0}),
         ("granitemoe", {"mlp_bias": True}),
         ("qwen2_moe", {"attention_bias": True}),
+        ("glm4_moe", {"n_group": 8}),
+        ("glm4_moe", {"topk_group": 4}),
+        ("glm4_moe", {"n_shared_experts": 0}),
         ("phi3", {"attention_bias": True}),
         ("phi3", {"lm_head_bias": True}),
         ("phi3", {"full_attn_mod": 2}),
@@ -219,6 +225,9 @@ def test_phi_scales_positions_as_longrope_whatever_its_file_calls_it(kind: str) 
         ("granite", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("qwen2_moe", {}, {"q_proj", "k_proj", "v_proj"}),
         ("qwen2_moe", {"qkv_bias": False}, set()),
+        ("glm", {"attention_bias": None}, {"q_proj", "k_proj", "v_proj"}),
+        ("glm4", {}, set()),
+        ("glm4_moe", {"attention_bias": None}, set()),
         ("qwen3", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
@@ -249,3 +258,22 @@ def test_olmo3_scales_the_rotation_of_layers_without_a_window(window: int) -> No
     model_class, config = read_config({**TINY_CONFIGS["olmo3"], "sliding_window": window})
     factors = [layer.attention.rope.factor for layer in model_class(config, Placement()).layers]
     assert factors == [1, 1, 1, pytest.approx(1.2079441541679836)]
+
+
+@pytest.mark.parametrize("family", ["glm", "glm4"])
+def test_an_absent_end_of_text_is_glms(family: str) -> None:
+    absent = {name: value for name, value in TINY_CONFIGS[family].items() if name != "eos_token_id"}
+    assert read_config(absent)[1].eos_token_ids == (151_329, 151_336, 151_338)
+
+
+def test_layers_that_guess_further_tokens_are_left_alone() -> None:
+    checkpoint = random_checkpoint(TINY_CONFIGS["glm4_moe"])
+    model_class, config = read_config(checkpoint.config)
+    model = AbstractModel.of(model_class(config, Placement()))
+    extra = np.ones((1, 1), np.float32)
+    check_tensors(
+        model, MemoryCheckpoint(checkpoint.config, {**checkpoint.arrays, "model.layers.3.eh_proj.weight": extra})
+    )
+    for name in ("model.layers.4.eh_proj.weight", "model.layers.30.eh_proj.weight"):
+        with pytest.raises(CheckpointError, match=r"eh_proj"):
+            check_tensors(model, MemoryCheckpoint(checkpoint.config, {**checkpoint.arrays, name: extra}))

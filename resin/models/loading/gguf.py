@@ -147,6 +147,10 @@ class GgufCheckpoint:
             if len(shape) != 3:
                 raise CheckpointError(self.location, f"shape {shape} is not a stack of matrices", tensor.name)
             shape = shape[1:]
+        if rule.rows is not None:
+            if rule.rows.stop > shape[0]:
+                raise CheckpointError(self.location, f"shape {shape} has no {rule.rows.stop} rows", tensor.name)
+            shape = (rule.rows.stop - rule.rows.start, *shape[1:])
         if rule.change is Change.UNPERMUTE_HEADS:
             if len(shape) != 2 and (len(shape) != 1 or tensor.type not in _FLOATS):
                 raise CheckpointError(self.location, f"{tensor.type.name} of shape {shape} has no rows", tensor.name)
@@ -181,6 +185,9 @@ class GgufCheckpoint:
     def _read_stored(self, rule: Stored, window: Window) -> np.ndarray:
         tensor = self._header.tensors[rule.source]
         rows = self._bytes(tensor, rule.expert)
+        if rule.rows is not None:
+            each = 1 if rows.ndim > 1 else rows.nbytes // tensor.shape[0]  # a vector is one row of bytes
+            rows = rows[rule.rows.start * each : rule.rows.stop * each]
         if rows.ndim > 1 and window:  # only what holds the window's rows is decoded
             unit = tensor.shape[0] // rule.heads if rule.change is Change.UNPERMUTE_HEADS else 1
             first = window[0].start // unit * unit

@@ -96,6 +96,39 @@ def _qwen2(metadata: Metadata, config: Config) -> None:
     config |= {"model_type": "qwen2", "hidden_act": "silu"}
 
 
+def _glm(metadata: Metadata, config: Config) -> None:
+    config |= {
+        "model_type": "glm" if metadata.architecture == "chatglm" else "glm4",
+        "hidden_act": "silu",
+        "attention_bias": _has(metadata, ".attn_q.bias", ".attn_qkv.bias"),
+    }
+
+
+def _glm4moe(metadata: Metadata, config: Config) -> None:
+    """Its last layers guess further tokens."""
+    layers, drafts = config["num_hidden_layers"], metadata.integer("nextn_predict_layers", default=0, low=0)
+    if drafts >= layers:
+        metadata.refuse("nextn_predict_layers", drafts, f"less than block_count={layers}")
+    config |= _experts(metadata, _SIGMOID)
+    config |= {
+        "model_type": "glm4_moe",
+        "hidden_act": "silu",
+        "attention_bias": _has(metadata, ".attn_q.bias"),
+        "use_qk_norm": _has(metadata, ".attn_q_norm.weight"),
+        "num_hidden_layers": layers - drafts,
+        "num_nextn_predict_layers": drafts,
+        "n_routed_experts": config.pop("num_experts"),
+        "n_shared_experts": metadata.integer("expert_shared_count"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", default=0, low=0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", default=0.0, low=0) or 1.0,
+    }
+
+
+def _has(metadata: Metadata, *endings: str) -> bool:
+    """Whether a tensor's name ends so."""
+    return any(name.endswith(endings) for name in metadata.header.tensors)
+
+
 def _qwen2moe(metadata: Metadata, config: Config) -> None:
     metadata.only("expert_gating_func", 0, _SOFTMAX)
     ffn, top_k = config.get("intermediate_size", 0), metadata.integer("expert_used_count")
@@ -245,7 +278,7 @@ def _gpt_oss(metadata: Metadata, config: Config) -> None:
 
 
 # Architectures whose rotation may turn the first dimensions of a head alone.
-TURN_A_PART = frozenset({"phi3"})
+TURN_A_PART = frozenset({"chatglm", "glm4", "glm4moe", "phi3"})
 ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyType(
     {
         "llama": _llama,
@@ -255,6 +288,9 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyTy
         "granite": _granite,
         "granitemoe": _granitemoe,
         "qwen2moe": _qwen2moe,
+        "chatglm": _glm,
+        "glm4": _glm,
+        "glm4moe": _glm4moe,
         "qwen2": _qwen2,
         "qwen3": _qwen3,
         "qwen3moe": _qwen3moe,

@@ -32,6 +32,7 @@ class Stored:
     change: Change = Change.NONE
     heads: int = 0  # for UNPERMUTE_HEADS
     expert: int | None = None  # index into the first dimension of a stack
+    rows: slice | None = None  # of a matrix or a vector that holds several
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,28 @@ _LLAMA = _ATTENTION | _MLP | {"ffn_norm": "post_attention_layernorm"}
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AFTER = {kind: name for kind, name in _ATTENTION.items() if kind != "attn_norm"} | _MLP | _NORMS_AFTER
 _GEMMA = _ATTENTION | _MLP | _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
-_PHI3 = {
+_FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_PHI3 = _FUSED | {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
 }
+_GLM4 = (
+    _ATTENTION
+    | _FUSED
+    | {
+        "ffn_norm": "post_attention_layernorm",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    }
+)
+
+
+def _shared_experts(name: str) -> dict[str, str]:
+    return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
 _LFM2 = _ATTENTION | {
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -111,9 +126,15 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "granite": _LLAMA,
     "granitemoe": _LLAMA | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "qwen2": _LLAMA,
+    "glm": _LLAMA | _FUSED,
+    "glm4": _GLM4,
+    "glm4_moe": _ATTENTION
+    | _MLP
+    | _shared_experts("shared_experts")
+    | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
     "qwen2_moe": _LLAMA
-    | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-    | {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    | _shared_experts("shared_expert")
+    | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
     "qwen3": _LLAMA,
     "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
     "gemma2": _GEMMA,
@@ -123,11 +144,13 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "lfm2_moe": _LFM2,
     "gpt_oss": _GPT_OSS,
 }
+_SELECTION_BIASES = {"lfm2_moe": "feed_forward.expert_bias", "glm4_moe": "mlp.gate.e_score_correction_bias"}
 # Stacked experts that Hugging Face stores one by one: GGUF name -> name of one expert's matrix.
 _NUMBERED = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 _LISTED = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 _SPLIT_EXPERTS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{hf_name}" for name, hf_name in _NUMBERED},
+    "glm4_moe": _LISTED,
     "qwen2_moe": _LISTED,
     "qwen3_moe": _LISTED,
     "lfm2_moe": {f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{hf_name}" for name, hf_name in _NUMBERED},
@@ -159,7 +182,7 @@ def name_gguf_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str
     """
     rules: dict[str, Rule] = {}
     for name in header.tensors:
-        if name in _NOT_WEIGHTS:
+        if name in _NOT_WEIGHTS or _is_of_drafts(name, config):
             continue
         found = dict(_name_one(name, header, config))
         if not found and not _is_gpt_oss_expert(name, config):
@@ -169,6 +192,12 @@ def name_gguf_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str
         for layer in range(config["num_hidden_layers"]):
             rules.update(_gpt_oss_experts(layer, header))
     return rules
+
+
+def _is_of_drafts(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of the layers beyond the last, which guess further tokens."""
+    match, layers = _LAYER_NAME.fullmatch(name), config["num_hidden_layers"]
+    return match is not None and layers <= int(match[1]) < layers + config.get("num_nextn_predict_layers", 0)
 
 
 def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
@@ -184,8 +213,10 @@ def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Itera
         return
     layer, kind, suffix = match.groups()
     prefix = f"model.layers.{layer}."
-    if kind == "exp_probs_b" and model_type == "lfm2_moe":
-        yield prefix + "feed_forward.expert_bias", Stored(name)
+    if kind == "exp_probs_b" and model_type in _SELECTION_BIASES:
+        yield prefix + _SELECTION_BIASES[model_type], Stored(name)
+    elif kind == "attn_qkv" and model_type == "glm" and suffix is not None:
+        yield from _parts_of_qkv(name, f"{prefix}self_attn.", suffix, config)
     elif kind == "attn_sinks" and model_type == "gpt_oss":
         yield prefix + "self_attn.sinks", Stored(name)
     elif kind in _SPLIT_EXPERTS.get(model_type, {}) and suffix == "weight":
@@ -197,6 +228,14 @@ def _name_one(name: str, header: GgufHeader, config: Mapping[str, Any]) -> Itera
         yield f"{prefix}{joined[0]}.weight", JoinedStacks(joined[1])
     elif kind in _LAYER_NAMES[model_type] and suffix is not None:
         yield f"{prefix}{_LAYER_NAMES[model_type][kind]}.{suffix}", _layer_rule(name, kind, config)
+
+
+def _parts_of_qkv(name: str, prefix: str, suffix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
+    start = 0
+    for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+        stop = start + config[heads] * config["head_dim"]
+        yield f"{prefix}{part}_proj.{suffix}", Stored(name, rows=slice(start, stop))
+        start = stop
 
 
 def _joined_stacks(kind: str, block: str, header: GgufHeader, model_type: str) -> tuple[str, tuple[str, ...]] | None:

@@ -130,6 +130,61 @@ def make_qwen2moe() -> GgufFile:
     return file
 
 
+def _glm(architecture: str, own_norms: dict[str, str], *, joined: bool) -> GgufFile:
+    file = start(architecture, tied=False)
+    file.key(rope__dimension_count=HEAD // 2)
+    for layer in range(LAYERS):
+        attention(file, layer, bias=True, output_bias=False)
+        norms(file, layer, LLAMA_NORMS | own_norms)
+        for kind in ("weight", "bias") if joined else ():
+            parts = [file.stored.pop(f"blk.{layer}.attn_{part}.{kind}") for part in "qkv"]
+            file.stored[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
+        block = f"model.layers.{layer}.mlp."
+        file.add(f"blk.{layer}.ffn_up.weight", f"{block}gate_up_proj.weight", 2 * FFN, HIDDEN)
+        file.add(f"blk.{layer}.ffn_down.weight", f"{block}down_proj.weight", HIDDEN, FFN)
+    return file
+
+
+def make_chatglm() -> GgufFile:
+    return _glm("chatglm", {}, joined=True)
+
+
+def make_glm4() -> GgufFile:
+    own = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+    return _glm("glm4", own, joined=False)
+
+
+def make_glm4moe() -> GgufFile:
+    file = start("glm4moe", tied=False)
+    file.key(
+        block_count=LAYERS + 1,  # the last one guesses further tokens
+        rope__dimension_count=HEAD // 2,
+        expert_count=EXPERTS,
+        expert_used_count=2,
+        expert_feed_forward_length=EXPERT_FFN,
+        expert_shared_count=2,
+        expert_gating_func=2,
+        expert_weights_scale=1.5,
+        expert_weights_norm=True,
+        leading_dense_block_count=1,
+        nextn_predict_layers=1,
+    )
+    for layer in range(LAYERS):
+        attention(file, layer, bias=True, output_bias=False)
+        own = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        norms(file, layer, own | QK_NORMS)
+    mlp(file, 0, MLP)
+    file.add("blk.1.ffn_gate_inp.weight", "model.layers.1.mlp.gate.weight", EXPERTS, HIDDEN)
+    file.add("blk.1.exp_probs_b.bias", "model.layers.1.mlp.gate.e_score_correction_bias", EXPERTS)
+    split_experts(file, 1, {part: f"mlp.experts.{{}}.{part}_proj" for part in PARTS})
+    for part in PARTS:
+        shape = (HIDDEN, 2 * EXPERT_FFN) if part == "down" else (2 * EXPERT_FFN, HIDDEN)
+        file.add(f"blk.1.ffn_{part}_shexp.weight", f"model.layers.1.mlp.shared_experts.{part}_proj.weight", *shape)
+    drafts = ("attn_norm", "nextn.enorm", "nextn.eh_proj")
+    file.stored |= {f"blk.{LAYERS}.{name}.weight": np.ones(HIDDEN, np.float32) for name in drafts}
+    return file
+
+
 def make_olmo2() -> GgufFile:
     file = start("olmo2", tied=False)
     for layer in range(LAYERS):
@@ -313,6 +368,9 @@ MAKERS: dict[str, Callable[[], GgufFile]] = {
     "granite": make_granite,
     "granitemoe": make_granitemoe,
     "qwen2moe": make_qwen2moe,
+    "chatglm": make_chatglm,
+    "glm4": make_glm4,
+    "glm4moe": make_glm4moe,
     "qwen2": make_qwen2,
     "qwen3": make_qwen3,
     "qwen3moe": make_qwen3moe,

@@ -109,6 +109,30 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
             {"model_type": "granitemoe", "intermediate_size": 96, "num_local_experts": 3, "logits_scaling": 8.0},
         ),
         (
+            "chatglm",
+            {
+                "model_type": "glm",
+                "attention_bias": True,
+                "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+            },
+        ),
+        ("glm4", {"model_type": "glm4", "attention_bias": True, "intermediate_size": 96}),
+        (
+            "glm4moe",
+            {
+                "model_type": "glm4_moe",
+                "num_hidden_layers": 2,
+                "num_nextn_predict_layers": 1,
+                "n_routed_experts": 3,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 1,
+                "use_qk_norm": True,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.5,
+                "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+            },
+        ),
+        (
             "qwen2moe",
             {
                 "model_type": "qwen2_moe",

@@ -52,7 +52,12 @@ def test_files_load_as_models(tmp_path: Path, architecture: str) -> None:
 
 # What an architecture computes that others refuse.
 _SCALES = ("attention__scale", "embedding_scale", "logit_scale", "residual_scale")
-COMPUTED = {"rope__dimension_count": {"phi3"}, **{key: {"granite", "granitemoe"} for key in _SCALES}}
+COMPUTED = {
+    "rope__dimension_count": {"phi3", "chatglm", "glm4", "glm4moe"},
+    "expert_shared_count": {"glm4moe"},
+    "nextn_predict_layers": {"glm4moe"},
+    **{key: {"granite", "granitemoe"} for key in _SCALES},
+}
 
 
 @pytest.mark.parametrize(
