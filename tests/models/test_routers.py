@@ -50,14 +50,15 @@ def test_softmax_over_the_chosen_ones_with_bias() -> None:
     np.testing.assert_allclose(weights, np.exp([4.0, 2.0]) / np.exp([4.0, 2.0]).sum(), rtol=1e-6)
 
 
-def test_selection_bias_chooses_but_does_not_weigh() -> None:
-    rule = RouteRule(2, "sigmoid", renormalise=True, scaling=2.5)
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_selection_bias_chooses_but_does_not_weigh(eps: float) -> None:
+    rule = RouteRule(2, "sigmoid", renormalise=True, scaling=2.5, sum_eps=eps)
     router = Router(Placement("bfloat16"), "gate", rule=rule, selection_bias="bias", **SIZES)
     assert router.selection_bias is not None and router.selection_bias.declaration.dtype == "float32"
     experts, weights = route(filled(router, selection_bias=np.array([0.0, 0.0, 0.0, 5.0], np.float32)))
     sigmoid = 1 / (1 + np.exp(-SCORES[0]))
     assert experts == [3, 0]
-    np.testing.assert_allclose(weights, 2.5 * sigmoid[[3, 0]] / (sigmoid[[3, 0]].sum() + 1e-6), rtol=1e-5)
+    np.testing.assert_allclose(weights, 2.5 * sigmoid[[3, 0]] / (sigmoid[[3, 0]].sum() + eps), rtol=1e-5)
 
 
 def drawn(module: nnx.Module, seed: int) -> nnx.Module:

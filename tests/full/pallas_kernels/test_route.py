@@ -1,5 +1,6 @@
 """The router, interpreted, against its reference and against float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -27,7 +28,7 @@ RULES = [
     RouteRule(1),
     RouteRule(1, renormalise=True),
     RouteRule(1, "sigmoid"),
-    RouteRule(1, "sigmoid", renormalise=True, scaling=2.5),
+    RouteRule(1, "sigmoid", renormalise=True, scaling=2.5, sum_eps=0.5),
 ]
 # Half of all pairs, each shape with two rules and each rule with every other shape; the others are slow.
 PAIRS = [
@@ -43,7 +44,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def rule_of(rule: RouteRule, top_k: int) -> RouteRule:
-    return RouteRule(top_k, rule.share, rule.renormalise, rule.scaling)
+    return dataclasses.replace(rule, top_k=top_k)
 
 
 def expected_choice(scores: np.ndarray, rule: RouteRule, selection_bias: np.ndarray | None):
@@ -57,7 +58,7 @@ def expected_choice(scores: np.ndarray, rule: RouteRule, selection_bias: np.ndar
     ids = np.argsort(-ranked, axis=1, kind="stable")[:, : rule.top_k]
     weights = np.take_along_axis(shares, ids, axis=1)
     if rule.renormalise:
-        weights = weights / (weights.sum(1, keepdims=True) + (1e-6 if rule.share == "sigmoid" else 0))
+        weights = weights / (weights.sum(1, keepdims=True) + (rule.sum_eps if rule.share == "sigmoid" else 0))
     return ids, weights * rule.scaling
 
 
