@@ -183,7 +183,7 @@ class CountingCheckpoint(MemoryCheckpoint):
         (family, tp)
         for family, config in TINY_CONFIGS.items()
         for tp in (1, 2, 4)
-        if config["num_attention_heads"] % tp == 0
+        if config["num_attention_heads"] % tp == config.get("num_experts", 0) % tp == 0
     ],
 )
 def test_a_device_s_share_reads_what_it_holds(family: str, tp: int) -> None:
