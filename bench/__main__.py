@@ -21,6 +21,7 @@ COMMANDS = {
     "serving": "what the HTTP server costs beside the bare engine",
     "check-server": "does a server that speaks OpenAI's API keep its promises?",
     "kernels": "check and time each kernel",
+    "drafts": "what drafts bring to one user",
     "cpu_compare": "CPU speed against transformers",
     "cloc": "code size by component",
 }
