@@ -2,8 +2,8 @@
 
     python -m bench drafts [--model smollm2-135m] [--draft-tokens 7] [--tokens 128] [--rounds 3] [--output REPORT.json]
 
-Both runners serve the same weights, rounds take turns, and every token must be the same. Answers are greedy, but for the
-free text, which a small model would soon repeat: it is drawn at temperature 1.
+Both runners serve the same weights, rounds take turns, and every token must be the same. Answers are greedy, but for
+the free text, which a small model would soon repeat: it is drawn at temperature 1.
 """
 
 from __future__ import annotations

@@ -144,9 +144,10 @@ def sampling_call(rows: int, vocab: int):
     return sample_tokens, (Array((rows, vocab), FLOAT), Draw(floats, ints, floats, floats, ints, ints, ints))
 
 
-def state_call(sequences: int, tokens: int, width: int, taps: int, dtype=BF16):
+def state_call(sequences: int, tokens: int, width: int, taps: int, dtype=BF16, copies: int = 1):
     def function(x, arena, pages, indptr, is_fresh):
-        return shift_state(x, arena, pages, pages, indptr, is_fresh, 4, taps=taps)
+        outputs = jnp.repeat(pages, copies)
+        return shift_state(x, arena, pages, outputs, indptr, is_fresh, 4, taps=taps, copies=copies)
 
     arrays = Array((tokens, width), BF16), Array((30_000, 6 * 2 * 8 * 16 * 64), dtype)
     columns = Array((2 * sequences,), INT), Array((sequences + 1,), INT), Array((sequences,), jnp.bool_)
@@ -209,6 +210,7 @@ CALLS = {
     "sampling": partial(sampling_call, 64, 200_000),
     "state 1 row": partial(state_call, 1, 1, 2048, 2),
     "state 256 rows": partial(state_call, 256, 256, 1024, 2, jnp.uint16),
+    "state of 8 tokens": partial(state_call, 32, 256, 2048, 2, jnp.uint16, 8),
     "state of a prompt": partial(state_call, 16, 8192, 2048, 3, FLOAT),
 }
 

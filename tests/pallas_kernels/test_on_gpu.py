@@ -305,6 +305,7 @@ def test_sampling(vocab, ties):
 def test_shift_state(dtypes, taps, lengths, width):
     check_shift_state(*dtypes, taps, lengths, width=width, pages=200)
     check_shift_state(*dtypes, taps, lengths, width=width, pages=200, in_place=np.ones(len(lengths), bool))
+    check_shift_state(*dtypes, taps, (4,) * 5, width=width, pages=400, copies=4)
 
 
 def test_a_state_at_the_far_end_of_a_large_arena():

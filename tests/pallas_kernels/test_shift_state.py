@@ -31,3 +31,12 @@ def test_a_state_may_span_pages_and_stop_within_one(is_kernel):
 
 def test_a_state_that_stays_in_place_is_read_before_it_is_written():
     check_shift_state("float32", "float32", 2, (1, 1, 1, 3), in_place=np.ones(4, bool), interpret=True)
+
+
+@pytest.mark.parametrize("is_kernel", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize(("taps", "copies"), [(2, 4), (3, 2), (1, 8)])
+def test_every_count_of_tokens_leaves_a_copy(taps, copies, is_kernel):
+    lengths = (copies,) * 4
+    check_shift_state(
+        "float32", "uint16", taps, lengths, pages=120, copies=copies, interpret=True if is_kernel else None
+    )

@@ -46,18 +46,29 @@ class ReplicasMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         routing=st.sampled_from(Routing),
         spare_pages=st.integers(0, 30),
+        drafts=st.sampled_from((0, 3)),
         seed=st.integers(0, 2**16),
     )
     def start(
-        self, mix: str, count: int, overlap: int, prefix_cache: bool, routing: Routing, spare_pages: int, seed: int
+        self,
+        mix: str,
+        count: int,
+        overlap: int,
+        prefix_cache: bool,
+        routing: Routing,
+        spare_pages: int,
+        drafts: int,
+        seed: int,
     ) -> None:
         self.random = random.Random(seed)
-        self.config = config_of(mix)
+        self.config = config_of(mix, draft_tokens=drafts)
         pages = lone_pages(self.config, prefix_cache=prefix_cache) + spare_pages
         policy = Policy(routing=routing, prefill_streak_tokens=24)
         self.cluster = Cluster(
             self.config, count, pages=pages, prefix_cache=prefix_cache, overlap=overlap, policy=policy
         )
+        for runner in self.cluster.runners:  # some guesses are wrong
+            runner.guess = lambda truth: [token ^ (self.random.random() < 0.3) for token in truth]
         self.shared = prompt(60, seed)
 
     @rule(
