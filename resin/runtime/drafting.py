@@ -73,7 +73,7 @@ class PromptLookup:
             wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
             before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=NO_DRAFT)[:, : tokens.shape[1]]
             is_match &= before == wanted
-            matched += is_match
+            matched += is_match.astype(jnp.int32)
         best = jnp.where(matched >= SHORTEST_MATCH, matched * tokens.shape[1] + places, NO_DRAFT)
         start = jnp.argmax(best, axis=1).astype(jnp.int32)[:, None]
         steps = jnp.arange(count, dtype=jnp.int32)[None, :] % jnp.maximum(last - start, 1)

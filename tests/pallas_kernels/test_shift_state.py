@@ -38,5 +38,5 @@ def test_a_state_that_stays_in_place_is_read_before_it_is_written():
 def test_every_count_of_tokens_leaves_a_copy(taps, copies, is_kernel):
     lengths = (copies,) * 4
     check_shift_state(
-        "float32", "uint16", taps, lengths, pages=120, copies=copies, interpret=True if is_kernel else None
+        "bfloat16", "uint16", taps, lengths, pages=120, copies=copies, interpret=True if is_kernel else None
     )
