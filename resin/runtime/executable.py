@@ -232,7 +232,8 @@ def _store(
         if bucket.phase is Phase.DECODE:
             verdict = verify(tokens, slots.drafting, columns)
             kept = verdict.kept
-            lengths = lengths - (columns["live_tokens"] - 1 - kept) * (columns["live_tokens"] > 0)
+            live = columns["live_tokens"]
+            lengths = lengths - jnp.where(live > 0, live - 1 - kept, 0)
         emits = (columns["row_flags"] & RowFlag.EMIT) != 0
         counts = jnp.where(emits, 1 + kept, 0)
         drafting, ready = draft_next(drafter, slots.drafting, columns, tokens, lengths, counts)
