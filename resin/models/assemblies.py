@@ -144,7 +144,7 @@ def _head(
 
 @dataclass(frozen=True, slots=True)
 class Reordered:
-    """Entry `order[i]` of a vector on disk in place i of the model's."""
+    """Entry `order[i]` of each vector on disk in place i of the model's; vectors lie along the last axis."""
 
     order: tuple[int, ...]
 
@@ -152,7 +152,10 @@ class Reordered:
         return (shape,)
 
     def fill(self, out: np.ndarray, tensors: Sequence[Tensor], window: Window) -> None:
-        out[...] = _head(tensors[0], 0, window[0], (), self.order)
+        *lead, lanes = window
+        wanted = np.array(self.order[lanes])
+        least = int(wanted.min())
+        out[...] = tensors[0][*lead, slice(least, int(wanted.max()) + 1)][..., wanted - least]
 
 
 @dataclass(frozen=True, slots=True)

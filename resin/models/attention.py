@@ -13,7 +13,7 @@ from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.declare import BIAS, Placement, declare
 from resin.models.forward import Pass
 from resin.models.linear import Linear
-from resin.models.norm import JointHeadNorm, NormOrder, RMSNorm
+from resin.models.norm import HeadsNorm, NormOrder, RMSNorm
 from resin.models.ops.protocol import HeadOperands
 from resin.models.rope import Rope
 
@@ -31,7 +31,7 @@ class Attention(nnx.Module):
         how: scale and mask of the scores.
         rope: rotation of queries and keys.
         qk_norm_eps: normalise each query and key head before the rotation; None for no norms.
-        joint_qk_norm: normalise all query heads of a token at once instead, and all key heads.
+        heads_norm: what normalises all query heads of a token instead, and all key heads.
         norm_order, norm_one_plus: of these norms.
         qkv_bias, output_bias: add a bias to the products of queries, keys and values, and to the last product.
         sinks: one learned logit a head that only adds to the softmax's denominator.
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         how: Attend,
         rope: Rope,
         qk_norm_eps: float | None = None,
-        joint_qk_norm: bool = False,
+        heads_norm: type[HeadsNorm] | None = None,
         norm_order: NormOrder = NormOrder.CAST_THEN_SCALE,
         norm_one_plus: bool = False,
         qkv_bias: bool = False,
@@ -89,13 +89,13 @@ class Attention(nnx.Module):
         self.output_bias = declare((hidden,), placement, f"{output}.bias", init=BIAS) if output_bias else None
         self.sinks = declare((heads,), placement, f"{name}.sinks", axes=(Axis.HEADS,), init=BIAS) if sinks else None
 
-        def head_norm(part: str, count: int) -> RMSNorm | JointHeadNorm | None:
+        def head_norm(part: str, count: int) -> RMSNorm | HeadsNorm | None:
             if qk_norm_eps is None:
                 return None
-            if not joint_qk_norm:
+            if heads_norm is None:
                 return RMSNorm(placement, part, width, qk_norm_eps, norm_order, norm_one_plus, lanes=rope.lanes)
-            assert rope.lanes is None and not norm_one_plus, "no model has both"
-            return JointHeadNorm(placement, part, count, width, qk_norm_eps, norm_order)
+            assert not norm_one_plus, "no model has both"
+            return heads_norm(placement, part, count, width, qk_norm_eps, norm_order, rope.lanes)
 
         self.q_norm, self.k_norm = head_norm(q_norm, heads), head_norm(k_norm, kv_heads)
 
@@ -115,7 +115,7 @@ class Attention(nnx.Module):
 
     def _qkv(self, run: Pass) -> HeadOperands:
         norms = [
-            partial(each, run.axes) if isinstance(each, JointHeadNorm) else each
+            partial(each, run.axes) if isinstance(each, HeadsNorm) else each
             for each in (self.q_norm, self.k_norm)
             if each is not None
         ]

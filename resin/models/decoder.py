@@ -26,6 +26,7 @@ class Decoder(nnx.Module):
 
     Config: ClassVar[type[Any]]
     Layer: ClassVar[type[Any]]
+    Norm: ClassVar[type[RMSNorm]] = RMSNorm
     norm_name: ClassVar[str] = "model.norm"
     norm_order: ClassVar[NormOrder] = NormOrder.CAST_THEN_SCALE
     norm_one_plus: ClassVar[bool] = False
@@ -33,7 +34,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: Any, placement: Placement) -> None:
         self.vocabulary = Vocabulary(placement, vocab_size=config.vocab_size, hidden=config.hidden, tied=config.tied)
         self.layers = nnx.List([self.Layer(config, placement, index) for index in range(config.layers)])
-        self.norm = RMSNorm(
+        self.norm = self.Norm(
             placement, self.norm_name, config.hidden, config.norm_eps, self.norm_order, self.norm_one_plus
         )
         # Last parts of checkpoint names that need no home: old files store rope frequencies, some store a tied head.

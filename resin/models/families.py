@@ -18,6 +18,8 @@ from resin.models.tying import settle_head
 from resin.plan import CacheGroup, InvalidRequest
 
 FAMILIES = {
+    "cohere": "resin.models.cohere:Cohere",
+    "cohere2": "resin.models.cohere2:Cohere2",
     "exaone4": "resin.models.exaone4:Exaone4",
     "gemma2": "resin.models.gemma2:Gemma2",
     "gemma3_text": "resin.models.gemma3:Gemma3",

@@ -16,7 +16,7 @@ from resin.models.declare import Placement
 from resin.models.decoder import Decoder
 from resin.models.forward import Pass
 from resin.models.mlp import GatedMLP
-from resin.models.norm import NormOrder, RMSNorm
+from resin.models.norm import JointHeadNorm, NormOrder, RMSNorm
 from resin.models.residual import add_block
 from resin.models.rope import Rope
 from resin.models.sliding import FULL, SLIDING, read_layer_types, sliding_groups, sliding_layer
@@ -145,7 +145,7 @@ class LlamaLayer(nnx.Module):
             how=how,
             rope=self.rope_of(config, index),
             qk_norm_eps=eps if self.qk_norm or self.joint_qk_norm else None,
-            joint_qk_norm=self.joint_qk_norm,
+            heads_norm=JointHeadNorm if self.joint_qk_norm else None,
             norm_order=self.norm_order,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,

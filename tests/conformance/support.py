@@ -51,6 +51,8 @@ NAMES = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
+    "cohere": "Command R",
+    "cohere2": "Command R7B, Command A",
     "phi3": "Phi-3, Phi-3.5, Phi-4",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2-MoE",

@@ -381,6 +381,43 @@ def _gemma3_vision(**text: Any) -> dict[str, Any]:
     }
 
 
+_COHERE = {
+    "architectures": ["CohereForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 5,
+    "eos_token_id": 255_001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "model_max_length": 131_072,
+    "model_type": "cohere",
+    "pad_token_id": 0,
+    "rope_theta": 8_000_000.0,
+    "torch_dtype": "float16",
+    "use_cache": True,
+}
+_COHERE2 = {
+    **_COHERE,
+    "architectures": ["Cohere2ForCausalLM"],
+    "cache_implementation": "hybrid",
+    "head_dim": 128,
+    "layer_switch": 4,
+    "model_type": "cohere2",
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rope_scaling": None,
+    "rope_theta": 50_000,
+    "rotary_pct": 1.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+    "use_qk_norm": False,
+}
 _PHI = {
     **_WRITTEN,
     "architectures": ["Phi3ForCausalLM"],
@@ -784,7 +821,6 @@ CASES: tuple[Case, ...] = (
         },
         32.00,
     ),
-    _other("CohereLabs/c4ai-command-r-v01", "cohere", logit_scale=0.0625),
     Case("zai-org/glm-4-9b-chat-hf", _GLM, 9.400),
     Case("zai-org/GLM-4-9B-0414", _GLM4, 9.400),
     Case(
@@ -795,6 +831,27 @@ CASES: tuple[Case, ...] = (
     Case("zai-org/GLM-4.5-Air", _GLM45_AIR, 106.9),
     Case("zai-org/GLM-4.5", _GLM45, 352.8),
     Case("zai-org/GLM-4.6", {**_GLM45, "max_position_embeddings": 202_752}, 352.8),
+    Case("CohereLabs/c4ai-command-r-v01", {**_COHERE, **_shape(8192, 22_528, 40, 64, 64, 256_000, 8192)}, 34.98),
+    Case(
+        "CohereLabs/c4ai-command-r-plus",
+        {**_COHERE, **_shape(12_288, 33_792, 64, 96, 8, 256_000, 8192), "use_qk_norm": True},
+        103.8,
+    ),
+    Case(
+        "CohereLabs/aya-expanse-8b",
+        {**_COHERE, **_shape(4096, 14_336, 32, 32, 8, 256_000, 8192), "logit_scale": 0.125, "rope_theta": 10_000},
+        8.028,
+    ),
+    Case(
+        "CohereLabs/c4ai-command-r7b-12-2024",
+        {**_COHERE2, **_shape(4096, 14_336, 32, 32, 8, 256_000, 132_096), "logit_scale": 0.25},
+        8.028,
+    ),
+    Case(
+        "CohereLabs/c4ai-command-a-03-2025",
+        {**_COHERE2, **_shape(12_288, 36_864, 64, 96, 8, 256_000, 131_072), "logit_scale": 0.25},
+        111.06,
+    ),
     _other("deepseek-ai/DeepSeek-V3-0324", "deepseek_v3", quantization_config=_FP8),
     _other("deepseek-ai/DeepSeek-R1", "deepseek_v3", quantization_config=_FP8),
     _other("moonshotai/Kimi-K2-Instruct", "kimi_k2", quantization_config=_FP8),
@@ -997,6 +1054,17 @@ CASES: tuple[Case, ...] = (
         expert_used_count=8,
         expert_feed_forward_length=768,
         billions=30.53,
+    ),
+    _gguf(
+        "bartowski/c4ai-command-r7b-12-2024-GGUF",
+        "cohere2",
+        {**_shape(4096, 14_336, 32, 32, 8, 256_000, 132_096), "rope_theta": 50_000.0},
+        attention__layer_norm_epsilon=1e-5,
+        attention__sliding_window=4096,
+        logit_scale=0.25,
+        rope__dimension_count=128,
+        rope__scaling__type="none",
+        billions=8.028,
     ),
     _gguf(
         "bartowski/phi-4-GGUF",

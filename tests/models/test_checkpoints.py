@@ -24,7 +24,7 @@ def config_of(case: Case) -> Config:
     """The config that is read; a GGUF file's is translated from its keys and the tensors that matter."""
     if case.architecture is None:
         return case.config
-    tied = case.architecture in ("gemma2", "gemma3", "granite", "granitemoe", "lfm2", "smollm3")
+    tied = case.architecture in ("gemma2", "gemma3", "granite", "granitemoe", "lfm2", "smollm3", "cohere2")
     shapes = {"token_embd.weight": (case.config["vocab_size"], case.config["embedding_length"])}
     shapes |= {} if tied else {"output.weight": shapes["token_embd.weight"]}
     shapes |= {f"blk.{layer}.attn_norm.weight": (1,) for layer in range(case.config["block_count"])}

@@ -12,6 +12,7 @@ from resin.models.gemma2 import Gemma2Config
 from resin.models.llama import Llama, LlamaConfig
 from resin.models.loading import CheckpointError
 from resin.models.qwen3 import Qwen3, Qwen3Config
+from resin.models.rope import Rope
 from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, random_checkpoint
 from resin.models.weights import AbstractModel, check_tensors
 from resin.plan import InvalidRequest
@@ -133,6 +134,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("qwen2", {"max_window_layers": None}, (FULL, FULL, FULL), 7),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (FULL, SLIDING), 7),
         ("gemma2", {}, (SLIDING, FULL, SLIDING), 5),
+        ("cohere", {}, (FULL, FULL), None),
+        ("cohere2", {}, (SLIDING, SLIDING, FULL, SLIDING), 9),
+        ("cohere2", {"sliding_window_pattern": None}, (SLIDING, SLIDING, SLIDING, FULL), 9),
         ("phi3", {}, (SLIDING, SLIDING), 9),
         ("phi3", {"sliding_window": None}, (FULL, FULL), None),
     ],
@@ -188,6 +192,13 @@ def test_an_absent_window_or_cap_is_the_familys_and_null_is_none() -> None:
         ("glm4_moe", {"n_group": 8}),
         ("glm4_moe", {"topk_group": 4}),
         ("glm4_moe", {"n_shared_experts": 0}),
+        ("cohere", {"hidden_act": "gelu"}),
+        ("cohere", {"logit_scale": 0}),
+        ("cohere2", {"use_qk_norm": True}),
+        ("cohere2", {"use_parallel_block": False}),
+        ("cohere2", {"position_embedding_type": "rope"}),
+        ("cohere2", {"rotary_pct": 0.5}),
+        ("cohere2", {"layer_switch": 4}),
         ("phi3", {"attention_bias": True}),
         ("phi3", {"lm_head_bias": True}),
         ("phi3", {"full_attn_mod": 2}),
@@ -229,6 +240,8 @@ def test_phi_scales_positions_as_longrope_whatever_its_file_calls_it(kind: str) 
         ("glm4", {}, set()),
         ("glm4_moe", {"attention_bias": None}, set()),
         ("qwen3", {"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("cohere", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("cohere", {"attention_bias": False}, set()),
     ],
 )
 def test_biases_of_a_family(family: str, settings: dict[str, object], biases: set[str]) -> None:
@@ -277,3 +290,11 @@ def test_layers_that_guess_further_tokens_are_left_alone() -> None:
     for name in ("model.layers.4.eh_proj.weight", "model.layers.30.eh_proj.weight"):
         with pytest.raises(CheckpointError, match=r"eh_proj"):
             check_tensors(model, MemoryCheckpoint(checkpoint.config, {**checkpoint.arrays, name: extra}))
+
+
+def test_cohere_2_knows_positions_within_windows_alone() -> None:
+    model_class, config = read_config(TINY_CONFIGS["cohere2"])
+    still = [layer.attention.rope == Rope.still(config.head_dim) for layer in model_class(config, Placement()).layers]
+    assert still == [kind == FULL for kind in config.layer_types]
+    with pytest.raises(InvalidRequest, match="sliding_window"):
+        read_config({**TINY_CONFIGS["cohere2"], "sliding_window": None})

@@ -173,6 +173,7 @@ _GEMMA2_27B_LAYERS = 46
 _GEMMA3_27B_LAYERS = 62
 _GEMMA2_PATTERN_LAYERS = 2
 _GEMMA3_PATTERN_LAYERS = 6
+_COHERE2_PATTERN_LAYERS = 4
 
 
 def _gemma(metadata: Metadata, config: Config, *, layers_of_27b: int, pattern_layers: int) -> None:
@@ -238,6 +239,27 @@ def _phi3(metadata: Metadata, config: Config) -> None:
     }
 
 
+def _command_r(metadata: Metadata, config: Config) -> None:
+    names = metadata.header.tensors
+    config |= {
+        "model_type": "cohere",
+        "hidden_act": "silu",
+        "layer_norm_eps": config.pop("rms_norm_eps"),
+        "logit_scale": metadata.number("logit_scale", above=0),
+        "use_qk_norm": any(".attn_q_norm." in name for name in names),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
+    }
+
+
+def _cohere2(metadata: Metadata, config: Config) -> None:
+    _command_r(metadata, config)
+    config |= {
+        "model_type": "cohere2",
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, config["num_hidden_layers"], _COHERE2_PATTERN_LAYERS),
+    }
+
+
 def _lfm2(metadata: Metadata, config: Config) -> None:
     kv_heads = metadata.per_layer("attention.head_count_kv", config["num_hidden_layers"])
     config |= {
@@ -296,6 +318,8 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata, Config], None]] = MappingProxyTy
         "qwen3moe": _qwen3moe,
         "gemma2": _gemma2,
         "gemma3": _gemma3,
+        "command-r": _command_r,
+        "cohere2": _cohere2,
         "phi3": _phi3,
         "lfm2": _lfm2,
         "lfm2moe": _lfm2moe,

@@ -91,7 +91,7 @@ def _common(metadata: Metadata) -> Config:
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(metadata, layers, heads),
         "head_dim": head_dim,
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", low=0),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", low=0),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": _rope_parameters(metadata, head_dim),

@@ -139,6 +139,8 @@ _LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen3_moe": _LLAMA | {"ffn_gate_inp": "mlp.gate"},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "cohere": _ATTENTION | _MLP,
+    "cohere2": _ATTENTION | _MLP,
     "phi3": _PHI3,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,

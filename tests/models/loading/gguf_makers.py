@@ -254,6 +254,34 @@ def _gemma(architecture: str, own_norms: dict[str, str]) -> GgufFile:
     return file
 
 
+def make_command_r() -> GgufFile:
+    file = _cohere("command-r")
+    for layer in range(LAYERS):
+        attention(file, layer, bias=True)
+        for part, heads in (("q", HEADS), ("k", KV_HEADS)):
+            expected = f"model.layers.{layer}.self_attn.{part}_norm.weight"
+            file.add(f"blk.{layer}.attn_{part}_norm.weight", expected, heads, HEAD)
+    return file
+
+
+def make_cohere2() -> GgufFile:
+    file = _cohere("cohere2")
+    file.key(attention__sliding_window=8)
+    for layer in range(LAYERS):
+        attention(file, layer)
+    return file
+
+
+def _cohere(architecture: str) -> GgufFile:
+    file = start(architecture)
+    epsilon = file.metadata.pop(f"{architecture}.attention.layer_norm_rms_epsilon")
+    file.key(attention__layer_norm_epsilon=epsilon, logit_scale=0.25, rope__scaling__type="none")
+    for layer in range(LAYERS):
+        mlp(file, layer, MLP)
+        norms(file, layer, {"attn_norm": "input_layernorm"})
+    return file
+
+
 def make_phi3() -> GgufFile:
     """Three quarters of each head turn."""
     file = start("phi3", tied=False)
@@ -376,6 +404,8 @@ MAKERS: dict[str, Callable[[], GgufFile]] = {
     "qwen3moe": make_qwen3moe,
     "gemma2": make_gemma2,
     "gemma3": make_gemma3,
+    "command-r": make_command_r,
+    "cohere2": make_cohere2,
     "phi3": make_phi3,
     "lfm2": make_lfm2,
     "lfm2moe": make_lfm2moe,

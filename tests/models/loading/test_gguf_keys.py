@@ -57,6 +57,7 @@ COMPUTED = {
     "expert_shared_count": {"glm4moe"},
     "nextn_predict_layers": {"glm4moe"},
     **{key: {"granite", "granitemoe"} for key in _SCALES},
+    "logit_scale": {"granite", "granitemoe", "command-r", "cohere2"},
 }
 
 
