@@ -156,7 +156,7 @@ def select_rows(config: RunnerConfig, plan: BatchPlan, rows: Sequence[int]) -> B
         0 if group.page_indptr is None else sum(int(np.diff(group.page_indptr[row : row + 2])[0]) for row in rows)
         for group in plan.groups
     ]
-    bucket = smallest_bucket(config.buckets, plan.phase, len(rows), len(tokens), needs)
+    bucket = smallest_bucket(config.buckets, plan.phase, len(rows), len(tokens), needs, width=plan.bucket.width)
     if bucket is None:
         raise InvalidRequest("rows", rows, "rows that fit a bucket")
     layout = plan_layout(bucket, config.groups, config.geometry)
@@ -167,7 +167,8 @@ def select_rows(config: RunnerConfig, plan: BatchPlan, rows: Sequence[int]) -> B
     columns["next_token"][:] = -1
     columns["token_ids"][: len(tokens)] = plan.token_ids[tokens]
     _fill_indptr(columns["query_indptr"], plan.query_indptr, rows)
-    for name in (*SEQUENCE_INTS, *SEQUENCE_FLOATS):
+    drafts = ("drafts",) if bucket.width > 1 else ()
+    for name in (*SEQUENCE_INTS, *SEQUENCE_FLOATS, *drafts):
         columns[name][:count] = plan.column(name)[list(rows)]
     for spec, fill in plan.group_specs:
         if isinstance(spec, StateGroup):

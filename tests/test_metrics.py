@@ -289,3 +289,21 @@ def test_gaps_of_rows_beside_one_that_decodes_at_every_second_step(overlap: int)
     while watch.engine.has_work():
         watch.step()
     check_histogram(scrape(watch.engine), "resin_inter_token_seconds", watch.gap_s, TOKEN_S)
+
+
+def test_drafts_by_place_and_the_gaps_of_tokens_that_come_together() -> None:
+    config = fake_config((history_group(),), draft_tokens=3)
+    now_s = 10.0
+    with Engine(PagedFake(config), clock=lambda: now_s) as engine:
+        engine.submit([1, 2], sampling_params=SamplingParams(max_output_tokens=9))
+        while engine.has_work():
+            now_s += 0.01
+            engine.step()
+        found = scrape(engine)
+        assert engine.metrics is not None
+        gaps = engine.metrics.inter_token_s
+    # One token comes with the prompt, then twice four.
+    for name in ("tried", "agreed"):
+        assert [found[f"resin_drafts_{name}_total{{place={place}}}"] for place in (1, 2, 3)] == [2, 2, 2]
+    assert found["resin_generated_tokens_total"] == 9
+    assert sum(gaps.counts) == 8 and gaps.total == pytest.approx(0.02)

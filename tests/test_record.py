@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from bench.replay import main, replay, requests_read_by, select_requests
-from resin import Engine, ForwardOutput, SamplingParams
+from resin import Engine, ForwardOutput, RunnerConfig, SamplingParams
 from resin.record import MAGIC, VERSION, BadRecording, Recording
 from tests.fakes import OverlapFake, PagedFake, fake_config, history_group, state_group, window_group
 
-CONFIG = fake_config((history_group(), window_group(10), state_group(8, rows=20)))
+GROUPS = (history_group(), window_group(10), state_group(8, rows=20))
+CONFIG, DRAFTED = fake_config(GROUPS), fake_config(GROUPS, draft_tokens=3)
+WIDTHS = pytest.mark.parametrize("config", [CONFIG, DRAFTED], ids=["one token", "drafts"])
 SHARED = [(7 * i) % 251 for i in range(40)]
 
 
-def record_run(path: Path, *, masked: bool = False) -> list[list[int]]:
+def record_run(path: Path, *, masked: bool = False, config: RunnerConfig = CONFIG) -> list[list[int]]:
     allowed = np.zeros(251, np.bool_)
     allowed[::2] = True
     params = [
@@ -24,7 +26,7 @@ def record_run(path: Path, *, masked: bool = False) -> list[list[int]]:
         SamplingParams(max_output_tokens=5, temperature=0.5, seed=3, logit_bias={4: 2.5}, min_output_tokens=2),
         SamplingParams(max_output_tokens=7, allowed_tokens=(lambda output: allowed) if masked else None),
     ]
-    with Engine(OverlapFake(CONFIG), prefix_cache=True, record=path) as engine:
+    with Engine(OverlapFake(config), prefix_cache=True, record=path) as engine:
         first = engine.submit(SHARED, sampling_params=params[0])
         while engine.has_work():
             engine.step()
@@ -63,10 +65,13 @@ def test_masks_are_recorded(tmp_path: Path) -> None:
     assert present and all(mask.dtype == np.int32 and mask.shape[1] == 8 for mask in present)
 
 
-def test_replay_agrees_with_the_run(tmp_path: Path) -> None:
-    record_run(tmp_path / "run.plans")
+@WIDTHS
+def test_replay_agrees_with_the_run(config: RunnerConfig, tmp_path: Path) -> None:
+    record_run(tmp_path / "run.plans", config=config)
     recording = Recording(tmp_path / "run.plans")
-    runner = PagedFake(CONFIG)
+    assert recording.config == config
+    assert {step.plan.bucket.width for step in recording.steps} == {1, 1 + config.draft_tokens}
+    runner = PagedFake(config)
     runner.bind(recording.arena)
     assert replay(recording.steps, runner, logprob_tolerance=0) == (len(recording.steps), None)
 
@@ -88,14 +93,15 @@ def test_replay_names_the_first_difference(tmp_path: Path) -> None:
     assert f"request {difference.request_id}" in str(difference)
 
 
-def test_one_request_replays_with_those_it_read_from(tmp_path: Path) -> None:
-    record_run(tmp_path / "run.plans")
+@WIDTHS
+def test_one_request_replays_with_those_it_read_from(config: RunnerConfig, tmp_path: Path) -> None:
+    record_run(tmp_path / "run.plans", config=config)
     recording = Recording(tmp_path / "run.plans")
     wanted = requests_read_by(recording, 3)
     assert wanted == {0, 3}, "request 3 reused the prefix that request 0 computed"
     steps = list(select_requests(recording, wanted))
     assert {request for step in steps for request in step.plan.request_ids} == wanted
-    runner = PagedFake(CONFIG)
+    runner = PagedFake(config)
     runner.bind(recording.arena)
     assert replay(steps, runner, logprob_tolerance=0) == (len(steps), None)
 
