@@ -8,15 +8,12 @@ from typing import Any, ClassVar, Self
 
 from resin.models.config_reader import ConfigReader
 from resin.models.llama import Llama, LlamaConfig, LlamaLayer, read_windows
-from resin.models.rope import Rope
 from resin.models.sliding import SLIDING, read_layer_types
 
 
 @dataclass(frozen=True, slots=True)
 class Exaone4Config(LlamaConfig):
-    """As LlamaConfig, with the layers that rotate."""
-
-    rope_layers: tuple[bool, ...]
+    """As LlamaConfig."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -47,14 +44,9 @@ class Exaone4Layer(LlamaLayer):
     norms_before: ClassVar[tuple[str, str] | None] = None
     norms_after: ClassVar[tuple[str, str] | None] = ("post_attention_layernorm", "post_feedforward_layernorm")
 
-    @staticmethod
-    def rope_of(config: Any, index: int) -> Rope:
-        """The rotation of layer `index`."""
-        return config.rope if config.rope_layers[index] else Rope.still(config.head_dim)
-
 
 class Exaone4(Llama):
     """Tokens to final hidden states, and hidden states to logits."""
 
-    Config: ClassVar[type[Any]] = Exaone4Config
-    Layer: ClassVar[type[Any]] = Exaone4Layer
+    Config: ClassVar[type[LlamaConfig]] = Exaone4Config
+    Layer: ClassVar[type[LlamaLayer]] = Exaone4Layer

@@ -32,6 +32,7 @@ class LlamaConfig(DecoderConfig):
     output_bias: bool
     layer_types: tuple[str, ...]
     window_tokens: int | None  # of sliding layers
+    rope_layers: tuple[bool, ...] | None  # which know positions; None for all
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -55,8 +56,8 @@ class LlamaConfig(DecoderConfig):
     ) -> Self:
         """Builds the Config that `own` completes: what every relative of Llama shares is read here.
 
-        A relative gives in `own` what it decides in another way: `qkv_bias` with `output_bias`, and `layer_types` with
-        `window_tokens`. `activation` is the only one that its feed-forward layer computes.
+        A relative gives in `own` what it decides in another way: `qkv_bias` with `output_bias`, `layer_types` with
+        `window_tokens`, and `rope_layers`. `activation` is the only one that its feed-forward layer computes.
         """
         given.only("mlp_bias", False)
         given.only("hidden_act", activation)
@@ -64,6 +65,7 @@ class LlamaConfig(DecoderConfig):
         given.only("is_llama_config", True)
         if "qkv_bias" not in own:
             own["qkv_bias"] = own["output_bias"] = given.flag("attention_bias", default=False)
+        own.setdefault("rope_layers", None)
         if "layer_types" not in own:
             own |= read_windows(given, None)
         llama = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
@@ -163,8 +165,8 @@ class LlamaLayer(nnx.Module):
     @staticmethod
     def rope_of(config: Any, index: int) -> Rope:
         """The rotation of layer `index`."""
-        rope: Rope = config.rope
-        return rope
+        turns = config.rope_layers is None or config.rope_layers[index]
+        return config.rope if turns else Rope.still(config.head_dim)
 
     def __call__(self, run: Pass, x: jax.Array) -> jax.Array:
         scale = self.residual_scale

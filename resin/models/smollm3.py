@@ -8,17 +8,14 @@ from typing import Any, ClassVar, Self
 
 from resin.models.config import MOST_LAYERS
 from resin.models.config_reader import ConfigReader
-from resin.models.llama import Llama, LlamaConfig, LlamaLayer, read_windows
-from resin.models.rope import Rope
+from resin.models.llama import Llama, LlamaConfig, read_windows
 
 DEFAULTS = {"rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32_768}
 
 
 @dataclass(frozen=True, slots=True)
 class SmolLM3Config(LlamaConfig):
-    """As LlamaConfig, with the layers that rotate."""
-
-    rope_layers: tuple[bool, ...]
+    """As LlamaConfig."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -44,17 +41,7 @@ def _rope_layers(given: ConfigReader) -> tuple[bool, ...]:
     return tuple(map(bool, flags[:layers]))
 
 
-class SmolLM3Layer(LlamaLayer):
-    """A Llama layer that may know no positions."""
-
-    @staticmethod
-    def rope_of(config: Any, index: int) -> Rope:
-        """The rotation of layer `index`."""
-        return config.rope if config.rope_layers[index] else Rope.still(config.head_dim)
-
-
 class SmolLM3(Llama):
     """Tokens to final hidden states, and hidden states to logits."""
 
-    Config: ClassVar[type[Any]] = SmolLM3Config
-    Layer: ClassVar[type[Any]] = SmolLM3Layer
+    Config: ClassVar[type[LlamaConfig]] = SmolLM3Config
