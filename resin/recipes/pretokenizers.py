@@ -57,10 +57,18 @@ class PreTokenizer:
 
 _LLAMA3_KIND = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
 _QWEN2_KIND = PreTokenizer((_QWEN2,), nfc=True)
+_CL100K_KIND = PreTokenizer((_LLAMA3,))
 
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
+    "exaone4": PreTokenizer(),
+    "olmo": PreTokenizer(),
+    "refact": PreTokenizer(single_digits=True),  # Granite 3
     "smollm": PreTokenizer(single_digits=True),
+    "chatglm-bpe": _CL100K_KIND,
+    "dbrx": _CL100K_KIND,  # OLMo 2 and 3
+    "glm4": _CL100K_KIND,
+    "smaug-bpe": _CL100K_KIND,  # SmolLM3
     "llama-bpe": _LLAMA3_KIND,
     "llama3": _LLAMA3_KIND,
     "llama-v3": _LLAMA3_KIND,

@@ -90,6 +90,12 @@ def test_how_each_kind_cuts_text() -> None:
     """Digits, case and contractions are where the kinds differ."""
     text = "HTTPServer's 12345"
     assert words("llama3", text) == words("falcon3", text) == ["HTTPServer", "'s", " ", "123", "45"]
+    for pre in ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"):
+        assert words(pre, text) == words("llama3", text)
+    for pre in ("gpt-2", "olmo", "exaone4"):
+        assert words(pre, text) == ["HTTPServer", "'s", " 12345"]
+    for pre in ("refact", "smollm"):
+        assert words(pre, text) == ["HTTPServer", "'s", " ", *"12345"]
     assert words("deepseek-r1-qwen", text) == ["HTTPServer", "'s", " ", *"12345"]
     assert words("gpt-4o", text) == ["HTTPServer's", " ", "123", "45"]
     assert words("tekken", text) == ["HTTPServer", "'s", " ", *"12345"]
