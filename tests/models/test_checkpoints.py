@@ -15,7 +15,8 @@ from resin.models.loading.gguf_header import GgufHeader, GgufTensor
 from resin.models.summary import count_parameters
 from resin.models.weights import AbstractModel
 from resin.plan import InvalidRequest
-from tests.models.checkpoints import CASES, Case, Config, table
+from tests.models.checkpoint_case import Case, Config
+from tests.models.checkpoints import CASES, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
