@@ -41,17 +41,12 @@ class CohereConfig(DecoderConfig):
             InvalidRequest: a field is missing, or asks for something that this file does not compute.
         """
         given = ConfigReader.of(config)
-        layers = given.integer("num_hidden_layers", high=MOST_LAYERS)
-        return cls.read_cohere(
-            given,
-            theta=500_000.0,
-            head_norms=given.flag("use_qk_norm", default=False),
-            layer_types=(FULL,) * layers,
-            window_tokens=None,
-        )
+        head_norms = given.flag("use_qk_norm", default=False)
+        layer_types = (FULL,) * given.integer("num_hidden_layers", high=MOST_LAYERS)
+        return cls.read_cohere(given, 5e5, head_norms=head_norms, layer_types=layer_types, window_tokens=None)
 
     @classmethod
-    def read_cohere(cls, given: ConfigReader, *, theta: float, **own: Any) -> Self:
+    def read_cohere(cls, given: ConfigReader, theta: float, **own: Any) -> Self:
         """Builds the Config that `own` completes; `theta` is what an absent `rope_theta` means."""
         given.only("hidden_act", "silu")
         return cls.read(

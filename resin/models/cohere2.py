@@ -37,7 +37,7 @@ class Cohere2Config(CohereConfig):
         given.ignore("use_embedding_sharing", "use_parallel_embedding")
         return cls.read_cohere(
             given,
-            theta=10_000.0,
+            1e4,
             head_norms=False,
             layer_types=read_layer_types(given, is_full=lambda index: (index + 1) % pattern == 0),
             window_tokens=given.integer("sliding_window", default=REQUIRED if "sliding_window" in given else 4096),
