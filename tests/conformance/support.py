@@ -27,10 +27,10 @@ BEGIN = "<!-- support table: python -m tests.conformance.support -->"
 END = "<!-- end of the support table -->"
 # Column -> the part of a test's name that stands for it; "{}" is the family.
 COLUMNS = {
-    "load": "test_capability[load-{}]",
-    "prefill": "test_capability[prefill-{}]",
-    "decode": "test_capability[decode-{}]",
-    "prefix cache": "test_capability[prefix cache-{}]",
+    "load": "test_capability[{}-load]",
+    "prefill": "test_capability[{}-prefill]",
+    "decode": "test_capability[{}-decode]",
+    "prefix cache": "test_capability[{}-prefix cache]",
     "quantised": "test_quantised[{}]",
     "TP": "test_tensor_parallel[{}]",
 }

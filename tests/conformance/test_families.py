@@ -8,13 +8,16 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from resin.conformance import ConformanceKit, Report, Settings, verify
 from resin.conformance.reference import reference_checks
+from resin.conformance.tolerance import REFERENCE_SPREADS, rounding_share
 from resin.models.declare import Placement
-from resin.models.families import find_model_class
+from resin.models.families import find_model_class, sequence_logits
 from resin.models.loading import open_checkpoint_path
 from resin.models.testing import (
     TINY_CONFIGS,
@@ -34,7 +37,15 @@ SEED = 5
 EVERY_BUCKET = ("lfm2",)
 # Families of the quick tests: between them every kind of cache group, experts and every order of norms.
 QUICK = ("llama", "gemma3_text", "lfm2_moe")
-TIERS = [pytest.param(family, marks=() if family in QUICK else pytest.mark.full) for family in TINY_CONFIGS]
+# Families of the full tier: what each of the others consists of is in one of these.
+FULL = ("lfm2", "gpt_oss", "gemma2", "olmo2", "cohere2", "glm4_moe", "granitemoe")
+
+
+def tier(family: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if family in QUICK else (pytest.mark.full,) if family in FULL else (pytest.mark.slow,)
+
+
+TIERS = [pytest.param(family, marks=tier(family)) for family in TINY_CONFIGS]
 CAPABILITIES = {
     "load": (),
     "prefill": ("plain forward", "chunked", "reference logits", "stale pages"),
@@ -58,8 +69,8 @@ def report_of(family: str, directory: Path, every_bucket: bool) -> Report:
     return verify(checkpoint, reference=golden(family), settings=Settings(buckets=every_bucket, kernels=False))
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)  # changes first: one report serves all of a family
 @pytest.mark.parametrize("family", TIERS)
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_capability(family: str, capability: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     report = report_of(family, tmp_path_factory.getbasetemp(), family in EVERY_BUCKET)
     assert all(report.check(name).passed for name in CAPABILITIES[capability]), f"\n{report}"
@@ -80,6 +91,20 @@ def test_tensor_parallel(family: str) -> None:
     kit = ConformanceKit(tiny(family), settings=Settings(buckets=False, tp=2))
     report = kit.run({"reference steps": reference_checks(golden(family))["reference steps"]})
     assert report.passed, f"\n{report}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    """Without an engine: the model over a whole sequence."""
+    checkpoint, reference = tiny(family), golden(family)
+    model_class = find_model_class(checkpoint.config)
+    model = AbstractModel.of(model_class(model_class.Config.from_hf(checkpoint.config), Placement()))
+    built = model.merge(load_weights(model, checkpoint, build_mesh(RunnerOptions())))
+    with jax.default_matmul_precision("highest"):
+        logits = jax.jit(lambda ids: sequence_logits(built, ids))(jnp.asarray(reference["token_ids"], jnp.int32))
+    share = np.abs(np.asarray(logits) - reference["logits"]).max() / reference["logits"].std()
+    assert share <= REFERENCE_SPREADS * rounding_share(model, "float32")
 
 
 @pytest.mark.parametrize("family", TIERS)
