@@ -110,7 +110,7 @@ def render(outcomes: Mapping[str, str]) -> str:
 
 def _verified(family: str, outcomes: Mapping[str, str]) -> str:
     claims = []
-    if outcomes.get(f"test_families.py::test_capability[decode-{family}]") == "pass":
+    if outcomes.get(f"test_families.py::test_capability[{family}-decode]") == "pass":
         claims.append("transformers, tiny weights")
     if family in REAL:
         name, module = REAL[family]

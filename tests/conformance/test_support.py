@@ -30,8 +30,8 @@ def test_every_family_has_a_row() -> None:
 
 def test_a_cell_says_yes_only_for_a_test_that_passed() -> None:
     outcomes = {
-        "test_families.py::test_capability[load-lfm2]": "pass",
-        "test_families.py::test_capability[prefill-lfm2]": "fail",
+        "test_families.py::test_capability[lfm2-load]": "pass",
+        "test_families.py::test_capability[lfm2-prefill]": "fail",
     }
     row = next(line for line in render(outcomes).splitlines() if line.startswith("| LFM2 |"))
     assert [cell.strip() for cell in row.split("|")[2:-2]] == ["yes", "no", *["-"] * (len(COLUMNS) - 2)]
