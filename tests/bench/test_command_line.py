@@ -12,7 +12,7 @@ import pytest
 
 from bench import cpu_compare, sweep
 from bench.__main__ import COMMANDS, main
-from resin.runtime import ModelRunner, runner
+from resin.runtime import ModelRunner
 from tests.serve.running import running_server
 from tests.serve.scripted_runner import ScriptedRunner
 
@@ -170,7 +170,7 @@ def test_the_comparison_names_what_the_other_side_lacks(
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "device_limit_bytes", lambda device: 300_000_000)
+    monkeypatch.setattr("resin.runtime.memory.device_limit_bytes", lambda device: 300_000_000)
     monkeypatch.setattr(ModelRunner, "compile", lambda *args: pytest.fail("compiled"))
     assert main(["sweep", *SHAPE, "--context-lengths", "64", "--batch-sizes", "1"]) == 2
     assert "model='538.1 MB': expected one that fits the device's memory (weights" in one_line(capsys, "sweep")
