@@ -2,6 +2,6 @@
 
 from resin.conformance.kit import ConformanceKit, Settings
 from resin.conformance.report import Check, Report
-from resin.conformance.verification import verify
+from resin.conformance.verification import choose_checks, verify
 
-__all__ = ["Check", "ConformanceKit", "Report", "Settings", "verify"]
+__all__ = ["Check", "ConformanceKit", "Report", "Settings", "choose_checks", "verify"]

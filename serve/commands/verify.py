@@ -11,7 +11,26 @@ from resin.models.registry import open_checkpoint, resolve
 from resin.plan import InvalidRequest
 from serve.progress import ProgressBar
 
-_EPILOG = """\
+# Told again here, as the command line comes up without what the checks need.
+CHECKS = (
+    "plain forward",
+    "batched",
+    "chunked",
+    "overlapped",
+    "buckets",
+    "prefix cold",
+    "prefix hit",
+    "conversation",
+    "retracted",
+    "stale pages",
+    "drafts",
+    "reference logits",
+    "reference steps",
+    "serving kernels",
+)
+_EPILOG = f"""\
+The checks: {", ".join(CHECKS[:8])},
+{", ".join(CHECKS[8:])}; those of a reference need --reference.
 Weights and cache are float32; --kv-dtype keeps keys and values in 8 bits. A reference is an .npz file with
 token_ids [T] and logits [T, vocab] of another implementation. The exit status is 0 if every check passed."""
 
@@ -29,6 +48,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", metavar="PACKAGE.MODULE:NAME", help="model class from outside this package")
     parser.add_argument("--reference", type=Path, metavar="NPZ", help="token ids and logits to compare with")
     parser.add_argument(
+        "--checks",
+        type=_names,
+        default=(),
+        metavar="NAME,...",
+        help="run these alone, as in --checks 'plain forward,drafts'; default: all",
+    )
+    parser.add_argument(
         "--kv-dtype",
         choices=("float8_e4m3fn",),
         help="check with keys and values in 8 bits; not beside --reference; default: in 32",
@@ -41,10 +67,11 @@ def run(args: argparse.Namespace) -> int:
     if args.kv_dtype is not None and args.reference is not None:
         raise InvalidRequest("kv_dtype", args.kv_dtype, "no --reference, which knows nothing of 8-bit keys")
     reference = _read_reference(args.reference) if args.reference is not None else None
+    from resin.conformance import Settings, choose_checks, verify
+
+    choose_checks(args.checks, reference=reference)
     with ProgressBar("fetching") as bar:
         checkpoint = open_checkpoint(resolve(args.source), bar.update)
-    from resin.conformance import Settings, verify
-
     bar = ProgressBar("preparing")
     try:
         report = verify(
@@ -52,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             model=args.model,
             reference=reference,
             settings=Settings(kv_dtype=args.kv_dtype),
+            only=args.checks,
             progress=bar.update,
         )
     finally:
@@ -59,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
     bar.close()
     print(report)
     return 0 if report.passed else 1
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _read_reference(path: Path) -> dict[str, np.ndarray]:
