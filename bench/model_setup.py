@@ -195,7 +195,7 @@ class BalancedModel:
         if not found:
             raise InvalidRequest("balanced_experts", True, "a model with experts")
         for module in found:
-            module.router = BalancedRouter(module.router, module.share * placement.tp)
+            module.router = BalancedRouter(module.router, module.num_experts)
         return model
 
 

@@ -23,6 +23,7 @@ from resin.plan import InvalidRequest
 from resin.runtime import ModelRunner, RunnerOptions, build_runner
 from resin.runtime.drafting import Drafter
 from resin.sched.cache import CacheManager
+from resin.topology import MeshShape
 
 MAX_SEQUENCES = 4
 DRAFT_ROOM = 4  # a State has a copy for each token of a row
@@ -74,7 +75,7 @@ class ConformanceKit:
     ) -> None:
         self.settings = settings = settings or Settings()
         model_class, config = read_model(checkpoint, model)
-        groups = model_class.cache_groups(config, Placement(tp=settings.tp))
+        groups = model_class.cache_groups(config, Placement(mesh=MeshShape(tp=settings.tp)))
         windows = [group.window_tokens for group in groups if isinstance(group, WindowGroup)]
         # One page or window is passed by the third prompt, two by the last.
         self.reach = max([2 * settings.page_tokens, *windows])

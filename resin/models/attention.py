@@ -62,7 +62,7 @@ class Attention(nnx.Module):
     ) -> None:
         width = entries.width
         output, q_norm, k_norm = (f"{name}.{part}" for part in names)
-        placement.split("num_attention_heads", heads)
+        placement.split("num_attention_heads", heads, Axis.HEADS)
         self.entries = entries
         self.how = how
         self.rope = rope

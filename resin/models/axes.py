@@ -15,6 +15,7 @@ import jax
 from jax import lax
 
 from resin.plan.mapping import FrozenMapping
+from resin.topology import MESH_AXES
 
 
 class Axis(enum.StrEnum):
@@ -34,8 +35,8 @@ class Axis(enum.StrEnum):
     """Channels of a layer that mixes tokens channel by channel."""
 
 
-RULES: Mapping[Axis, tuple[str, ...]] = FrozenMapping({axis: ("tp",) for axis in Axis})
-"""Mesh axes that cut each logical axis, the outermost first."""
+RULES: Mapping[Axis, tuple[str, ...]] = FrozenMapping({axis: ("tp",) for axis in Axis} | {Axis.EXPERTS: MESH_AXES})
+"""Mesh axes that cut each logical axis, the outermost first: experts lie on all devices, everything else along `tp`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from resin.models.assemblies import Assembly, Same, Shape
-from resin.models.axes import Axes, Axis
+from resin.models.axes import RULES, Axes, Axis
 from resin.models.loading.checkpoint import Window
-from resin.plan import InvalidRequest
 from resin.plan.mapping import FrozenMapping
+from resin.topology import MeshShape
 
 Memory = Literal["device", "host"]
 
@@ -31,23 +31,23 @@ class Placement:
 
     Attributes:
         dtype: dtype of the weights and of the activations between blocks.
-        tp: devices that split attention heads, dense feed-forward layers and the vocabulary.
-        ep: devices that split experts.
+        mesh: devices that share them.
     """
 
     dtype: str = "float32"
-    tp: int = 1
-    ep: int = 1
+    mesh: MeshShape = MeshShape()  # noqa: RUF009 (frozen)
 
-    def split(self, field: str, count: int) -> int:
-        """`count / tp`.
+    def split(self, field: str, count: int, axis: Axis) -> int:
+        """What one device holds of so many.
+
+        Args:
+            field: what is counted, as the model's config names it.
+            axis: what that is, by whose rule devices share it.
 
         Raises:
-            InvalidRequest: tp does not divide the count.
+            InvalidRequest: the devices that share it do not divide the count.
         """
-        if count % self.tp:
-            raise InvalidRequest("tp", self.tp, f"a divisor of {field}={count}")
-        return count // self.tp
+        return self.mesh.split(field, count, RULES[axis])
 
     def split_kv(self, kv_heads: int) -> int:
         """KV heads that one device holds: an even share, or one that several devices hold a copy of.
@@ -55,9 +55,7 @@ class Placement:
         Raises:
             InvalidRequest: neither tp nor kv_heads divides the other.
         """
-        if kv_heads % self.tp and self.tp % kv_heads:
-            raise InvalidRequest("tp", self.tp, f"a divisor or a multiple of num_key_value_heads={kv_heads}")
-        return max(kv_heads // self.tp, 1)
+        return self.mesh.split_kv(kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +193,8 @@ class Declaration:
 
 
 def axes_of(mesh: Mesh) -> Axes:
-    """The axes of a pass over a mesh."""
-    return Axes(FrozenMapping(dict(mesh.shape)))
+    """The axes of a pass over a mesh, on which each replica has tokens of its own."""
+    return Axes(FrozenMapping(dict(mesh.shape)), tokens=("dp",))
 
 
 class Weight(nnx.Param):

@@ -103,7 +103,8 @@ class MixtureOfExperts(nnx.Module):
         """Args:
         biases: checkpoint names of the biases of both matrices, gate and up interleaved; None for none.
         """
-        self.share = placement.split("num_experts", sizes.experts)
+        placement.split("num_experts", sizes.experts, Axis.EXPERTS)
+        self.num_experts = sizes.experts
         self.router = router
         self.gate_up = gate_up
         self.down = down

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from resin.models.attention import Attention
+from resin.models.axes import Axis
 from resin.models.cache.protocol import Attend, PlaneRef
 from resin.models.config import MOST_LAYERS, DecoderConfig, layer_types_of, place_of
 from resin.models.config_reader import ConfigReader
@@ -117,7 +118,7 @@ class Lfm2Layer(nnx.Module):
     def _build_operator(config: Lfm2Config, placement: Placement, index: int) -> nnx.Module:
         name, place = f"model.layers.{index}", place_of(config.layer_types, index)
         if config.layer_types[index] == CONV:
-            width = placement.split("hidden_size", config.hidden)
+            width = placement.split("hidden_size", config.hidden, Axis.CHANNELS)
             state = PlaneRef.of_layer("conv", "conv", place, config.taps - 1, width)
             return ShortConv(placement, f"{name}.conv", hidden=config.hidden, state=state)
         return Attention(
@@ -153,6 +154,6 @@ class Lfm2(Decoder):
             plane = kv_plane(placement, attention, config.kv_heads, config.head_dim)
             groups.append(HistoryGroup("history", (plane,)))
         if convs := config.layer_types.count(CONV):
-            width = placement.split("hidden_size", config.hidden)
+            width = placement.split("hidden_size", config.hidden, Axis.CHANNELS)
             groups.append(StateGroup("conv", (Plane("conv", convs * (config.taps - 1), width),)))
         return tuple(groups)

@@ -39,7 +39,7 @@ class GatedMLP(nnx.Module):
         gate: GateFunction = SILU,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        placement.split("intermediate_size", width)
+        placement.split("intermediate_size", width, Axis.FFN)
         *inputs, down_name = (f"{name}.{part}.weight" for part in names)
         self.gate_up = Linear(
             placement,

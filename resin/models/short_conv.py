@@ -26,7 +26,7 @@ class ShortConv(nnx.Module):
     """
 
     def __init__(self, placement: Placement, name: str, *, hidden: int, state: PlaneRef) -> None:
-        placement.split("hidden_size", hidden)
+        placement.split("hidden_size", hidden, Axis.CHANNELS)
         taps = state.rows + 1
         self.state = state
         self.input = Linear(

@@ -37,7 +37,7 @@ class Vocabulary(nnx.Module):
         head: str = "lm_head",
     ) -> None:
         self.tied = tied
-        self.cut = vocab_size % placement.tp == 0 and placement.tp > 1
+        self.cut = placement.mesh.tp > 1 and vocab_size % placement.mesh.tp == 0
         axis = Axis.VOCAB if self.cut else None
         self.head = declare(
             (hidden, vocab_size),

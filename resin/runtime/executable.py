@@ -25,6 +25,7 @@ from resin.plan import ArenaSpec, Bucket, Phase, PlanLayout, RowFlag, RunnerConf
 from resin.plan.layout import HEADER
 from resin.runtime.drafting import Drafter, Verdict, draft_next, report, verify
 from resin.runtime.logprobs import Logprobs, no_logprobs, token_logprobs
+from resin.runtime.mesh import shape_of
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
 from resin.runtime.sampling import sample
@@ -92,7 +93,7 @@ class StepSpec:
             "cache": self.config.arena_dtype,
             "kernels": self.kernels().backend.value,
             "programs": "+".join(kinds),
-            "tp": str(self.mesh.shape["tp"]),
+            "mesh": str(shape_of(self.mesh)),
         }
 
     def arguments(self, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> tuple[Any, ...]:

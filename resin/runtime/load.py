@@ -181,7 +181,7 @@ def build_spec(
     """
     platform = platform_of(mesh)
     defaults = _defaults(mesh)
-    placement = Placement(options.dtype or defaults["dtype"], tp=options.tp, ep=options.ep)
+    placement = Placement(options.dtype or defaults["dtype"], options.mesh)
     context = options.max_context_tokens or min(config.max_context_tokens, defaults["context"])
     if context > config.max_context_tokens:
         raise InvalidRequest("max_context_tokens", context, f"at most the model's {config.max_context_tokens}")

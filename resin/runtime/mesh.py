@@ -1,4 +1,4 @@
-"""The one device mesh: axes dp, cp, tp, ep, any of them 1."""
+"""The one device mesh, with the axes of `resin.topology`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from jax.sharding import AxisType, Mesh
 
 from resin.plan import InvalidRequest
 from resin.runtime.options import RunnerOptions
-
-AXES = ("dp", "cp", "tp", "ep")
+from resin.topology import MESH_AXES, MeshShape
 
 
 def build_mesh(options: RunnerOptions) -> Mesh:
@@ -17,12 +16,20 @@ def build_mesh(options: RunnerOptions) -> Mesh:
     Raises:
         InvalidRequest: there are fewer devices than the axes ask for.
     """
-    shape = (options.dp, options.cp, options.tp, options.ep)
-    count = options.dp * options.cp * options.tp * options.ep
-    devices = jax.local_devices()
-    if count > len(devices):
-        raise InvalidRequest("tp", options.tp, f"at most the {len(devices)} devices of this process")
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:count])
+    shape, devices = options.mesh, jax.local_devices()
+    if shape.size > len(devices):
+        raise InvalidRequest(
+            "tp" if shape.size == shape.tp else "mesh",
+            str(shape),
+            f"at most the {len(devices)} devices of this process",
+        )
+    sizes = [shape.along(axis) for axis in MESH_AXES]
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices[: shape.size])
+
+
+def shape_of(mesh: Mesh) -> MeshShape:
+    """Devices along each axis."""
+    return MeshShape(**{axis: mesh.shape[axis] for axis in MESH_AXES})
 
 
 def platform_of(mesh: Mesh) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from resin.plan import InvalidRequest
 from resin.plan.cache import FP8_DTYPE
 from resin.plan.config import MAX_DRAFT_TOKENS
+from resin.topology import MeshShape
 
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("triton", "reference", "interpret")
@@ -29,7 +30,7 @@ class RunnerOptions:
             on GPU, the references on CPU.
         fresh_attention: what a long prompt of which nothing is cached attends with beside Triton bodies: "cudnn", or
             "paged", the kernel that reads pages, as every other prompt does.
-        dp, cp, tp, ep: mesh axes. Only tp may be above 1 so far.
+        dp, cp, tp: mesh axes. Only tp may be above 1 so far.
         max_sequences: sequences that run at once: 16 on CPU; on GPU 256 at most, as memory holds.
         max_penalised: of these, sequences with penalties; others of them wait. The device counts the tokens of each in
             2 bytes a token of the vocabulary; None takes what 32 MiB hold.
@@ -61,7 +62,6 @@ class RunnerOptions:
     dp: int = 1
     cp: int = 1
     tp: int = 1
-    ep: int = 1
     max_sequences: int | None = None
     max_penalised: int | None = None
     max_context_tokens: int | None = None
@@ -89,10 +89,11 @@ class RunnerOptions:
             raise InvalidRequest("kernels", self.kernels, f"one of {KERNELS}")
         if self.fresh_attention not in FRESH_ATTENTION:
             raise InvalidRequest("fresh_attention", self.fresh_attention, f"one of {FRESH_ATTENTION}")
-        for name in ("dp", "cp", "ep"):
+        for name in ("dp", "cp"):
             if getattr(self, name) != 1:
                 raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")
-        low = {"tp": 1, "prefill_sequences": 1, "compile_cache_bytes": 0}
+        self.mesh  # noqa: B018 (checked as it is made)
+        low = {"prefill_sequences": 1, "compile_cache_bytes": 0}
         optional = {
             "max_sequences": 1,
             "max_penalised": 1,
@@ -113,3 +114,8 @@ class RunnerOptions:
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
                 raise InvalidRequest(name, sizes, "increasing sizes of at least 1")
+
+    @property
+    def mesh(self) -> MeshShape:
+        """Devices along each axis."""
+        return MeshShape(self.dp, self.cp, self.tp)

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from resin.models.axes import RULES, Axes, Axis
+from resin.models.axes import Axes, Axis
 from resin.plan.mapping import FrozenMapping
-
-WIDE = FrozenMapping({**RULES, Axis.EXPERTS: ("dp", "tp")})
 
 
 def mapped(
@@ -31,7 +29,7 @@ def test_one_device_needs_no_collective() -> None:
 
 @pytest.mark.parametrize("axis", list(Axis))
 def test_every_logical_axis_has_a_rule(axis: Axis) -> None:
-    assert Axes(FrozenMapping({"dp": 2, "tp": 4})).size(axis) == 4
+    assert Axes(FrozenMapping({"dp": 2, "tp": 4})).size(axis) == (8 if axis is Axis.EXPERTS else 4)
 
 
 def test_shares_join_side_by_side_in_the_order_of_the_devices() -> None:
@@ -43,7 +41,7 @@ def test_shares_join_side_by_side_in_the_order_of_the_devices() -> None:
 @pytest.mark.parametrize("tokens", [(), ("dp",)])
 def test_a_cut_product_equals_the_whole_one(tokens: tuple[str, ...]) -> None:
     """Experts are cut over both axes of the mesh; tokens may be cut over one of them."""
-    axes = Axes(FrozenMapping({"dp": 2, "tp": 4}), WIDE, tokens)
+    axes = Axes(FrozenMapping({"dp": 2, "tp": 4}), tokens=tokens)
     rng = np.random.default_rng(0)
     x, weights = rng.standard_normal((6, 5), np.float32), rng.standard_normal((8, 5, 7), np.float32)
 

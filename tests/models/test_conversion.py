@@ -16,13 +16,14 @@ from resin.models.weights import AbstractModel, load_weights
 from resin.plan import InvalidRequest
 from resin.runtime import RunnerOptions, build_runner
 from resin.runtime.mesh import build_mesh
+from resin.topology import MeshShape
 from serve.cli import main
 
 
 def abstract(family: str, tp: int = 1, dtype: str = "float32") -> AbstractModel:
     config = TINY_CONFIGS[family]
     model_class = find_model_class(config)
-    return AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement(dtype, tp=tp)))
+    return AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement(dtype, mesh=MeshShape(tp=tp))))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from resin.models.weights import read_share
 from resin.plan import InvalidRequest
 from resin.runtime.mesh import build_mesh
 from resin.runtime.options import RunnerOptions
+from resin.topology import MeshShape
 
 
 def heads(kv_heads: int = 2, queries: int = 4) -> Declaration:
@@ -27,10 +28,10 @@ def heads(kv_heads: int = 2, queries: int = 4) -> Declaration:
 
 def test_placement_refuses_uneven_heads() -> None:
     with pytest.raises(InvalidRequest, match="num_attention_heads=9"):
-        Placement(tp=2).split("num_attention_heads", 9)
+        Placement(mesh=MeshShape(tp=2)).split("num_attention_heads", 9, Axis.HEADS)
     with pytest.raises(InvalidRequest, match="num_key_value_heads=3"):
-        Placement(tp=2).split_kv(3)
-    assert [Placement(tp=tp).split_kv(2) for tp in (1, 2, 4)] == [2, 1, 1]
+        Placement(mesh=MeshShape(tp=2)).split_kv(3)
+    assert [Placement(mesh=MeshShape(tp=tp)).split_kv(2) for tp in (1, 2, 4)] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(("kv_heads", "queries"), [(1, 8), (2, 4), (4, 2), (8, 1)])

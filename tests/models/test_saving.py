@@ -20,11 +20,12 @@ from resin.models.testing import TINY_CONFIGS, MemoryCheckpoint, fp8_checkpoint,
 from resin.models.weights import AbstractModel, load_weights
 from resin.runtime import RunnerOptions
 from resin.runtime.mesh import build_mesh
+from resin.topology import MeshShape
 
 
 def load(checkpoint: Checkpoint, *, dtype: str = "float32", tp: int = 1) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     model_class, config = read_model(checkpoint)
-    model = AbstractModel.of(model_class(config, Placement(dtype, tp=tp)))
+    model = AbstractModel.of(model_class(config, Placement(dtype, mesh=MeshShape(tp=tp))))
     return model, load_weights(model, checkpoint, build_mesh(RunnerOptions(tp=tp)))
 
 

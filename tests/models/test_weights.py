@@ -16,12 +16,13 @@ from resin.models.tying import settled_settings
 from resin.models.weights import AbstractModel, StoredTensor, check_tensors, dummy_weights, load_weights, read_share
 from resin.runtime.mesh import build_mesh
 from resin.runtime.options import RunnerOptions
+from resin.topology import MeshShape
 
 
 def tiny(tp: int = 1, dtype: str = "float32") -> AbstractModel:
     config = TINY_CONFIGS["llama"]
     model_class = find_model_class(config)
-    return AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement(dtype, tp=tp)))
+    return AbstractModel.of(model_class(model_class.Config.from_hf(config), Placement(dtype, mesh=MeshShape(tp=tp))))
 
 
 def test_every_fault_is_named_in_one_error() -> None:
@@ -190,7 +191,7 @@ def test_a_device_s_share_reads_what_it_holds(family: str, tp: int) -> None:
     made = random_checkpoint(TINY_CONFIGS[family])
     checkpoint, mesh = CountingCheckpoint(made.config, made.arrays), build_mesh(RunnerOptions(tp=tp))
     model_class, config = read_model(checkpoint)
-    model = AbstractModel.of(model_class(config, Placement("float32", tp=tp)))
+    model = AbstractModel.of(model_class(config, Placement("float32", mesh=MeshShape(tp=tp))))
     for declaration, argument in zip(model.declarations, model.arguments(mesh), strict=True):
         tensors = [StoredTensor(checkpoint, name) for name in declaration.sources]
         stored = sum(checkpoint.arrays[name].nbytes for name in declaration.sources)

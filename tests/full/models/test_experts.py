@@ -22,6 +22,7 @@ from resin.pallas_kernels.gates import SILU
 from resin.pallas_kernels.route import RouteRule
 from resin.pallas_kernels.table import Backend, pick_kernels
 from resin.plan.mapping import FrozenMapping
+from resin.topology import MeshShape
 
 DEVICES, HIDDEN = 2, 64
 SIZES = ExpertSizes(experts=4, top_k=2, hidden=HIDDEN, width=32)
@@ -42,7 +43,7 @@ def build_program(
     tp: int, backend: Backend, packed: bool, tokens: int
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
     """`(weights, x) -> out` over a mesh of `tp` devices, and weights; the last of several tokens is padding."""
-    model = AbstractModel.of(build_layer(Placement("bfloat16", tp=tp), packed))
+    model = AbstractModel.of(build_layer(Placement("bfloat16", mesh=MeshShape(tp=tp)), packed))
     mesh = jax.make_mesh((tp,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:tp])
     held = dense_pass(jnp.zeros(tokens, jnp.int32)).tokens
     held = held._replace(live=jnp.arange(tokens) < max(1, tokens - 1))
