@@ -88,3 +88,22 @@ class Axes:
         """Sets the devices' shares of the last dimension side by side."""
         names = self.mesh_axes(axis)
         return lax.all_gather(share, names, axis=share.ndim - 1, tiled=True) if names else share
+
+    def exchange(self, share: jax.Array, axis: Axis) -> jax.Array:
+        """`[R, n]` of every row becomes `[R / devices, all n]` of this device's rows: shares of columns for rows."""
+        names = self.mesh_axes(axis)
+        return lax.all_to_all(share, names, split_axis=0, concat_axis=share.ndim - 1, tiled=True) if names else share
+
+    def own_rows(self, x: jax.Array, axis: Axis) -> jax.Array:
+        """This device's share of rows that all who share `axis` hold."""
+        held = x.shape[0] // self.size(axis)
+        return lax.dynamic_slice_in_dim(x, self.index(axis) * held, held)
+
+    def gather_rows(self, share: jax.Array, axis: Axis) -> jax.Array:
+        """The devices' shares of the rows, one below the other."""
+        names = self.mesh_axes(axis)
+        return lax.all_gather(share, names, axis=0, tiled=True) if names else share
+
+
+NOT_CUT = Axes()
+"""Of one device."""

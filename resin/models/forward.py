@@ -31,6 +31,7 @@ class Pass:
         ops: how products are computed.
         axes: how weights and activations are cut over the mesh.
         context_tokens: longest sequence that the cache is for, which some rotations go by.
+        shares_rows: devices that share the vocabulary make logits of a share of the rows each, all tokens of it.
     """
 
     tokens: Tokens
@@ -38,6 +39,7 @@ class Pass:
     ops: Ops
     axes: Axes = field(default_factory=Axes)
     context_tokens: int = 0
+    shares_rows: bool = False
     _rotations: dict[Rope, tuple[jax.Array, jax.Array]] = field(default_factory=dict, init=False)
 
     def rotation(self, rope: Rope) -> tuple[jax.Array, jax.Array]:

@@ -79,7 +79,10 @@ class Vocabulary(nnx.Module):
         return self.head[...].at[:, ids].get(mode="clip").T
 
     def logits(self, run: Pass, hidden: jax.Array) -> jax.Array:
-        """float32 `[..., vocab]` of `[..., hidden]`, whole on every device."""
+        """float32 `[rows, vocab]` of `[rows, hidden]`: all rows, or this device's share (`Pass.shares_rows`)."""
         with jax.named_scope("head"):
+            if not self.cut:
+                hidden = run.axes.own_rows(hidden, Axis.VOCAB) if run.shares_rows else hidden
+                return run.ops.linear(hidden, self.head[...], out_dtype="float32")
             share = run.ops.linear(hidden, self.head[...], out_dtype="float32")
-            return run.axes.join(share, Axis.VOCAB) if self.cut else share
+            return (run.axes.exchange if run.shares_rows else run.axes.join)(share, Axis.VOCAB)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from resin.models.axes import Axis
 from resin.models.cache.paged import PagedCache
 from resin.models.declare import axes_of
 from resin.models.families import Model
@@ -200,8 +201,10 @@ def run_step(
     wanted = hidden
     if bucket.phase is Phase.PREFILL:
         wanted = hidden.at[jnp.maximum(columns["query_indptr"][1:] - 1, 0)].get(mode="clip")
-    logits = model.logits(run, wanted)
-    sampled = sample(logits, columns, slots, masks, kernels, kind.special_counts(bucket))
+    sharing = axes.size(Axis.VOCAB)
+    shares_rows = sharing > 1 and bucket.sequences % sharing == 0
+    logits = model.logits(replace(run, shares_rows=shares_rows), wanted)
+    sampled = sample(logits, columns, slots, masks, kernels, kind.special_counts(bucket), axes)
     prompt = None
     if kind.has_prompt_logprobs(bucket):
         prompt = _prompt_logprobs(model, run, columns, hidden)

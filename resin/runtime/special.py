@@ -43,37 +43,41 @@ class SpecialRows(NamedTuple):
         places: int32 [R], rising, B where there is no row.
         flags: int32 [R].
         slots: int32 [R], scratch where there is no row.
-        logits: float32 [R, V], raw.
         penalties: repetition, frequency and presence, float32 [3, R, 1].
+        first_mask: int32 [], masks of the plan that belong to rows before these B.
     """
 
     places: jax.Array
     flags: jax.Array
     slots: jax.Array
-    logits: jax.Array
     penalties: jax.Array
+    first_mask: jax.Array | int
 
     def has(self, flag: RowFlag) -> jax.Array:
         """bool [R, 1]."""
         return ((self.flags & flag) != 0)[:, None]
 
+    def of(self, rows: jax.Array) -> jax.Array:
+        """Those of `[B, ...]`; any where there is no row."""
+        return rows if len(self.places) == len(rows) else rows.at[self.places].get(mode="clip")
 
-def gather_rows(logits: jax.Array, columns: Columns, slots: SlotTable, count: int) -> SpecialRows:
+
+def gather_rows(columns: Columns, slots: SlotTable, count: int, first_mask: jax.Array | int = 0) -> SpecialRows:
     """The first `count` special rows, or all rows where `count` is B.
 
     Args:
-        logits: float32 [B, V], raw.
-        columns: the plan's.
+        columns: of B rows of the plan.
         slots: the device's.
-        count: R, at least the special rows that the plan has.
+        count: R, at least the special rows that there are.
+        first_mask: as in `SpecialRows`.
     """
-    rows = logits.shape[0]
     flags = columns["row_flags"]
+    rows = flags.shape[0]
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     places = jnp.arange(rows, dtype=jnp.int32)
     if count == rows:
         penalties = jnp.stack([columns[name] for name in names])[:, :, None]
-        return SpecialRows(places, flags, columns["slots"], logits, penalties)
+        return SpecialRows(places, flags, columns["slots"], penalties, first_mask)
     places = jnp.sort(jnp.where((flags & SPECIAL) != 0, places, rows))[:count]
 
     def take(column: jax.Array, fill: int) -> jax.Array:
@@ -81,8 +85,7 @@ def gather_rows(logits: jax.Array, columns: Columns, slots: SlotTable, count: in
 
     penalties = jnp.stack([take(columns[name], 0) for name in names])[:, :, None]
     scratch = slots.latest.shape[0] - 1
-    chosen = logits.at[places].get(mode="clip")
-    return SpecialRows(places, take(flags, 0), take(columns["slots"], scratch), chosen, penalties)
+    return SpecialRows(places, take(flags, 0), take(columns["slots"], scratch), penalties, first_mask)
 
 
 def adjust_rows(rows: SpecialRows, logits: jax.Array, *, slots: SlotTable, masks: Sequence[jax.Array]) -> jax.Array:
@@ -94,14 +97,14 @@ def adjust_rows(rows: SpecialRows, logits: jax.Array, *, slots: SlotTable, masks
         slots: the device's.
         masks: int32 [MASK_ROWS, ceil(V / 32)] each: those of the rows with MASK, one after another.
     """
-    adjusted = _suppress(_mask(_bias(_penalise(rows, slots), rows, slots), rows, masks), rows, slots)
+    penalised = _penalise(rows.of(logits), rows, slots)
+    adjusted = _suppress(_mask(_bias(penalised, rows, slots), rows, masks), rows, slots)
     if len(adjusted) == len(logits):
         return adjusted
     return logits.at[rows.places].set(adjusted, mode="drop")
 
 
-def _penalise(rows: SpecialRows, slots: SlotTable) -> jax.Array:
-    x = rows.logits
+def _penalise(x: jax.Array, rows: SpecialRows, slots: SlotTable) -> jax.Array:
     counts = slots.counts[slots.count_row[rows.slots]].astype(jnp.int32)
     outputs = (counts & MAX_COUNT).astype(jnp.float32)
     repetition, frequency, presence = rows.penalties
@@ -117,7 +120,7 @@ def _bias(x: jax.Array, rows: SpecialRows, slots: SlotTable) -> jax.Array:
 
 def _mask(x: jax.Array, rows: SpecialRows, masks: Sequence[jax.Array]) -> jax.Array:
     has_mask = rows.has(RowFlag.MASK)
-    before = jnp.cumsum(has_mask[:, 0].astype(jnp.int32)) - 1  # unless the row has none, and reads any
+    before = rows.first_mask + jnp.cumsum(has_mask[:, 0].astype(jnp.int32)) - 1  # without a mask, of anybody
     words = jnp.concatenate(masks)[jnp.maximum(before, 0)]
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
     allowed = bits.reshape(x.shape[0], -1)[:, : x.shape[1]] != 0
@@ -136,14 +139,14 @@ def _lines(x: jax.Array) -> jax.Array:
 
 def count_tokens(rows: SpecialRows, counts: jax.Array, tokens: jax.Array, *, count_row: jax.Array) -> jax.Array:
     """The slots' counts with the tokens [B] of the rows that have penalties added."""
-    chosen = jnp.maximum(tokens.at[rows.places].get(mode="clip"), 0)
+    chosen = jnp.maximum(rows.of(tokens), 0)
     counted = jnp.where((rows.flags & RowFlag.PENALTIES) != 0, count_row[rows.slots], counts.shape[0] - 1)
     return count_outputs(counts, counted, chosen)
 
 
-def score_rows(rows: SpecialRows, tokens: jax.Array) -> Logprobs:
-    """Logprobs [B] of the tokens [B] of the special rows; zeros elsewhere."""
-    out = token_logprobs(rows.logits, tokens.at[rows.places].get(mode="clip"))
+def score_rows(rows: SpecialRows, logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    """Logprobs [B] of the tokens [B] of the special rows by raw logits [B, V]; zeros elsewhere."""
+    out = token_logprobs(rows.of(logits), rows.of(tokens))
     if len(rows.places) == len(tokens):
         return out
     return jax.tree.map(lambda full, part: full.at[rows.places].set(part, mode="drop"), no_logprobs(len(tokens)), out)
