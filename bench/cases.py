@@ -136,13 +136,21 @@ def resident_plan(case: Case, config: RunnerConfig, num_pages: int, params: Samp
         raise RuntimeError(f"{case}: the planner made {plan.num_sequences} rows of {plan.seq_lens} tokens")
     if case.phase is Phase.DECODE:
         # Each row a token of its own, as in the middle of a run. From its slot it would stand further on at every run.
-        plan = _with_tokens(plan, config, np.concatenate(random_prompts(case, config.vocab_size, [case.sequences], 1)))
+        token_ids = np.concatenate(random_prompts(case, config.vocab_size, [case.sequences], 1))
+        plan = _without_slots(plan, config, token_ids)
     return scatter_pages(plan, config, num_pages)
 
 
-def _with_tokens(plan: BatchPlan, config: RunnerConfig, token_ids: np.ndarray) -> BatchPlan:
+def _without_slots(plan: BatchPlan, config: RunnerConfig, token_ids: np.ndarray) -> BatchPlan:
+    """The same decode plan with these tokens and every row in the scratch slot.
+
+    An engine that decodes beside it keeps the lengths of its sequences in the slots: another length there would send its
+    rows to pages that they do not have.
+    """
     buffer = plan.buffer.copy()
-    plan.layout.view(buffer, "token_ids")[: len(token_ids)] = token_ids
+    columns = plan.layout.views(buffer)
+    columns["token_ids"][: len(token_ids)] = token_ids
+    columns["slots"][:] = config.max_sequences
     return build_plan(config, plan.bucket, buffer, step=plan.step, request_ids=plan.request_ids)
 
 

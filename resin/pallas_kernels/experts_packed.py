@@ -5,7 +5,7 @@ a token, P = T k pairs.
 
 Few pairs: rows sorted by expert in one kernel, both products of `experts_mxfp4.py`, and a sum that gathers each token's
 rows: four kernels beside the router's, three for one token, which needs no sorting. Many pairs: both products of
-`experts_mxfp4_sorted.py`.
+`experts_mxfp4_wgmma.py` on Hopper, of `experts_mxfp4_sorted.py` elsewhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from resin.pallas_kernels.experts import sort_pairs
 from resin.pallas_kernels.experts_mxfp4 import FragmentTiles, SortedRows, packed_product, sort_rows
 from resin.pallas_kernels.experts_mxfp4_sorted import SORTED, packed_sorted_product
 from resin.pallas_kernels.gates import SILU, Gate
+from resin.pallas_kernels.gpu import H200, Gpu
 from resin.pallas_kernels.mxfp4 import PackedMatrices
 from resin.pallas_kernels.route import NormedRows
 
-FEW_PAIRS = 512  # most that the first way takes
+FEW_PAIRS = 512  # most that the first way takes where the second is Triton's
+HOPPER = 90
+# Most pairs an expert, on average, that the first way takes on Hopper: 32 tokens with 4 of 32 experts each take 150 us
+# there and 158 the second way, 128 tokens 296 and 185.
+FEW_PAIRS_AN_EXPERT = 4
 
 
 def packed_expert_ffn(
@@ -34,6 +39,7 @@ def packed_expert_ffn(
     biases: tuple[jax.Array, jax.Array] | None = None,
     factor: jax.Array | None = None,
     residual: jax.Array | None = None,
+    gpu: Gpu = H200,
     interpret: bool = False,
 ) -> jax.Array:
     """The chosen experts' gated feed-forward of every token, weighted, added up and added to the residual.
@@ -48,21 +54,26 @@ def packed_expert_ffn(
         biases: `[E, 2 F]`, gates then ups, and `[E, D]`; None for none.
         factor: float32 `[T]` of each row of x; None for 1.
         residual: `[T, D]` added to the result; None for none.
+        gpu: what kernels are chosen for.
         interpret: run the kernel bodies in Pallas' interpreter.
 
     Returns:
         bfloat16 `[T, D]`.
     """
     tokens, choices = expert_ids.shape
+    experts = gate_up.words.shape[0]
     up_bias, down_bias = biases or (None, None)
-    if tokens * choices > FEW_PAIRS:
-        lists = sort_pairs(expert_ids.reshape(-1), gate_up.words.shape[0], SORTED.pairs)
+    is_hopper = gpu.arch == HOPPER and not interpret
+    if is_hopper and tokens * choices > min(FEW_PAIRS_AN_EXPERT * experts, FEW_PAIRS):
+        parts = _by_wgmma(NormedRows(x, factor).whole(), expert_ids, gate_up, down, gate, biases)
+    elif tokens * choices > FEW_PAIRS:
+        lists = sort_pairs(expert_ids.reshape(-1), experts, SORTED.pairs)
         x = NormedRows(x, factor).whole()
         inner = packed_sorted_product(x, gate_up, lists, choices, gate=gate, bias=up_bias, interpret=interpret)
         out = packed_sorted_product(inner, down, lists, 1, bias=down_bias, interpret=interpret)
         parts = out.reshape(tokens, choices, -1)
     else:
-        rows, factor = _sorted(x, expert_ids, gate_up.words.shape[0], factor, interpret)
+        rows, factor = _sorted(x, expert_ids, experts, factor, interpret)
         # The interpreter compiles what is unrolled: the smallest tiles will do.
         first, second, column_tiles = choose_tiles(1 if interpret else tokens)
         inner = packed_product(
@@ -88,6 +99,27 @@ def packed_expert_ffn(
     parts = jnp.where((expert_ids >= 0)[:, :, None], parts, 0)
     total = jnp.sum(parts.astype(jnp.float32) * expert_weights.astype(jnp.float32)[:, :, None], axis=1)
     return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
+
+
+def _by_wgmma(
+    x: jax.Array,
+    ids: jax.Array,
+    gate_up: PackedMatrices,
+    down: PackedMatrices,
+    gate: Gate,
+    biases: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """`[T, k, D]`, what each choice adds; undefined without an expert."""
+    # Importing Mosaic GPU takes 0.4 s.
+    from resin.pallas_kernels.experts_mxfp4_wgmma import choose_wgmma_tiles, deal_columns, tile_pairs, wgmma_product
+
+    up_bias, down_bias = biases or (None, None)
+    experts = gate_up.words.shape[0]
+    tiles = choose_wgmma_tiles(ids.size, experts)
+    pairs = tile_pairs(ids.reshape(-1), experts, tiles.pairs)
+    rows = deal_columns(x)[pairs.source // ids.shape[1]]
+    inner = wgmma_product(rows, gate_up, pairs, gate=gate, bias=up_bias, tiles=tiles)
+    return wgmma_product(inner, down, pairs, bias=down_bias, tiles=tiles)[pairs.place.reshape(ids.shape)]
 
 
 def _sorted(

@@ -116,7 +116,7 @@ def pick_kernels(
             rope_append=functools.partial(rope_append, interpret=interpret),
             route_tokens=functools.partial(route_tokens, interpret=interpret),
             expert_ffn=functools.partial(expert_ffn, interpret=interpret),
-            packed_expert_ffn=functools.partial(packed_expert_ffn, interpret=interpret),
+            packed_expert_ffn=functools.partial(packed_expert_ffn, gpu=gpu, interpret=interpret),
         ),
         paged_decode=functools.partial(paged_decode_attention, gpu=gpu, interpret=interpret),
         paged_prefill=functools.partial(paged_prefill_attention, interpret=interpret),

@@ -27,6 +27,9 @@ def test_plans_are_exact(family: str, case: Case) -> None:
     assert plan.seq_lens.tolist() == [case.context_tokens] * case.sequences
     flags = RowFlag.EMIT
     assert ((plan.row_flags & flags) == flags).all()
+    if case.phase is Phase.DECODE:
+        # Beside an engine the plan leaves the lengths of its sequences, which are in their slots.
+        assert (plan.slots == config.max_sequences).all()
     assert len(set(plan.sampling["seed_low"].tolist())) == case.sequences
     for group in plan.groups:
         pages = group.output_pages if group.page_ids is None else group.page_ids[: group.page_indptr[-1]]

@@ -28,11 +28,19 @@ class TritonModule:
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any, arch: int = 90) -> list[TritonModule]:
     """Every Pallas kernel of `function` on these arguments (arrays or shape structs), lowered as on that GPU."""
+    return [_triton_module(op) for op in _operations(function, args, arch) if _is_call(op, "triton")]
+
+
+def mosaic_kernels(function: Callable[..., Any], *args: Any, arch: int = 90) -> int:
+    """How many kernels Mosaic GPU lowers; it compiles them where they run."""
+    return sum(_is_call(op, "mosaic_gpu") for op in _operations(function, args, arch))
+
+
+def _operations(function: Callable[..., Any], args: tuple[Any, ...], arch: int) -> list[Any]:
     with warnings.catch_warnings(), _abstract_gpu(arch):
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    module = lowered.compiler_ir("stablehlo")
-    return [_triton_module(op) for op in _walk(module.operation) if _is_triton_call(op)]
+    return list(_walk(lowered.compiler_ir("stablehlo").operation))
 
 
 @contextlib.contextmanager
@@ -56,8 +64,8 @@ def _walk(operation: Any) -> Iterator[Any]:
                 yield from _walk(op.operation)
 
 
-def _is_triton_call(op: Any) -> bool:
-    return op.name == "stablehlo.custom_call" and "triton" in str(op.attributes["call_target_name"])
+def _is_call(op: Any, target: str) -> bool:
+    return op.name == "stablehlo.custom_call" and target in str(op.attributes["call_target_name"])
 
 
 def _triton_module(op: Any) -> TritonModule:

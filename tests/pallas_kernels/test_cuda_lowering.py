@@ -13,6 +13,7 @@ from resin.pallas_kernels.draw import Draw
 from resin.pallas_kernels.experts import expert_ffn
 from resin.pallas_kernels.experts_packed import packed_expert_ffn
 from resin.pallas_kernels.gates import SILU, Gate
+from resin.pallas_kernels.gpu import Gpu
 from resin.pallas_kernels.heads import NewTokens
 from resin.pallas_kernels.mxfp4 import PackedMatrices, packed_shapes
 from resin.pallas_kernels.paged_decode import paged_decode_attention
@@ -29,6 +30,7 @@ TYPES = INT, INT, FLOAT  # of packed matrices
 Array = jax.ShapeDtypeStruct
 
 SHARED_BYTES = 232_448  # what one block may have on sm_90 and sm_100
+B200 = Gpu(cores=148, shared_bytes=SHARED_BYTES, arch=100)
 # Around the main loop of prefill some addresses go to memory (348 bytes at width 96); a spilled accumulator takes
 # thousands.
 SPILLED_BYTES = 512
@@ -122,8 +124,8 @@ def experts_call(tokens: int, around: bool = False):
 
 
 def packed_call(tokens: int, experts: int = 32, hidden: int = 2880, width: int = 2880):
-    """gpt-oss: biases, a clamped gate, a factor before and a residual after."""
-    call = partial(packed_expert_ffn, gate=CLAMPED)
+    """gpt-oss: biases, a clamped gate, a factor before and a residual after; the bodies that Triton compiles."""
+    call = partial(packed_expert_ffn, gate=CLAMPED, gpu=B200)
 
     def function(x, ids, weights, gate_up, down, up_bias, down_bias, factor):
         return call(x, ids, weights, gate_up, down, biases=(up_bias, down_bias), factor=factor, residual=x)

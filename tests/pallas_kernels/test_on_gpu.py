@@ -256,8 +256,11 @@ def test_experts(tokens, experts, choices, around):
         (3, 8, 512, 96),
         (8, 32, 2880, 2880),
         (33, 16, 320, 512),
+        (64, 32, 2880, 2880),
         (128, 32, 2880, 2880),
+        (200, 32, 320, 96),
         (300, 5, 96, 416),
+        (2048, 32, 2880, 2880),
     ],
 )
 def test_packed_experts(tokens, experts, hidden, width):
