@@ -144,8 +144,8 @@ def resident_plan(case: Case, config: RunnerConfig, num_pages: int, params: Samp
 def _without_slots(plan: BatchPlan, config: RunnerConfig, token_ids: np.ndarray) -> BatchPlan:
     """The same decode plan with these tokens and every row in the scratch slot.
 
-    An engine that decodes beside it keeps the lengths of its sequences in the slots: another length there would send its
-    rows to pages that they do not have.
+    An engine that decodes beside it keeps the lengths of its sequences in the slots: another length there would send
+    its rows to pages that they do not have.
     """
     buffer = plan.buffer.copy()
     columns = plan.layout.views(buffer)

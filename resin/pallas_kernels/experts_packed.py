@@ -19,6 +19,7 @@ from resin.pallas_kernels.experts_mxfp4_sorted import SORTED, packed_sorted_prod
 from resin.pallas_kernels.gates import SILU, Gate
 from resin.pallas_kernels.gpu import H200, Gpu
 from resin.pallas_kernels.mxfp4 import PackedMatrices
+from resin.pallas_kernels.pair_tiles import tile_pairs
 from resin.pallas_kernels.route import NormedRows
 
 FEW_PAIRS = 512  # most that the first way takes where the second is Triton's
@@ -111,7 +112,8 @@ def _by_wgmma(
 ) -> jax.Array:
     """`[T, k, D]`, what each choice adds; undefined without an expert."""
     # Importing Mosaic GPU takes 0.4 s.
-    from resin.pallas_kernels.experts_mxfp4_wgmma import choose_wgmma_tiles, deal_columns, tile_pairs, wgmma_product
+    from resin.pallas_kernels.experts_mxfp4_wgmma import choose_wgmma_tiles, wgmma_product
+    from resin.pallas_kernels.mxfp4_registers import deal_columns
 
     up_bias, down_bias = biases or (None, None)
     experts = gate_up.words.shape[0]

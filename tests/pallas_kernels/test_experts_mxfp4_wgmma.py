@@ -12,13 +12,13 @@ from resin.pallas_kernels.experts_mxfp4_wgmma import (
     SOME,
     WgmmaTiles,
     choose_wgmma_tiles,
-    deal_columns,
-    tile_pairs,
     wgmma_product,
 )
 from resin.pallas_kernels.gates import Gate
 from resin.pallas_kernels.gpu import H200
 from resin.pallas_kernels.mxfp4 import PackedMatrices, pack_words, packed_shapes
+from resin.pallas_kernels.mxfp4_registers import deal_columns
+from resin.pallas_kernels.pair_tiles import tile_pairs
 from tests.pallas_kernels.cuda_lowering import mosaic_kernels
 
 
