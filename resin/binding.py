@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from resin.plan import ArenaSpec, BatchPlan, ForwardOutput, InvalidRequest, OverlapRunner
+from resin.plan import ArenaSpec, ForwardOutput, InvalidRequest, OverlapRunner, StepPlan
 from resin.plan.config import MAX_OVERLAP
 from resin.plan.runner import RunnerParts
 from resin.record import PlanRecorder
@@ -76,18 +77,34 @@ class Binding:
         """Writes every plan and output to a file from now on."""
         self._recorder = PlanRecorder(path, self.parts.config, arena)
 
-    def dispatch(self, plan: BatchPlan) -> Any:
-        """Starts a plan, or runs it if plans do not overlap."""
-        if self._recorder is not None:
-            self._recorder.write_plan(plan)
-        return self._runner.dispatch(plan) if self.overlap else self._runner.forward(plan)
+    def accept(self, step: StepPlan) -> None:
+        """Lets the runner refuse a step.
 
-    def collect(self, plan: BatchPlan, handle: Any) -> ForwardOutput:
-        """Waits for what `dispatch` started."""
-        output: ForwardOutput = self._runner.collect(handle) if self.overlap else handle
+        Raises:
+            PlanRejected: it does.
+        """
+        self.parts.accept(self._taken(step))
+
+    def dispatch(self, step: StepPlan) -> Any:
+        """Starts a step, or runs it if steps do not overlap."""
         if self._recorder is not None:
-            self._recorder.write_output(plan, output)
-        return output
+            for replica, plan in enumerate(step.plans):
+                self._recorder.write_plan(plan, replica)
+        taken = self._taken(step)
+        return self._runner.dispatch(taken) if self.overlap else self._runner.forward(taken)
+
+    def collect(self, step: StepPlan, handle: Any) -> Sequence[ForwardOutput]:
+        """Waits for what `dispatch` started: an output of each replica."""
+        found = self._runner.collect(handle) if self.overlap else handle
+        outputs: Sequence[ForwardOutput] = found if self.parts.config.replicas > 1 else [found]
+        if self._recorder is not None:
+            for replica, (plan, output) in enumerate(zip(step.plans, outputs, strict=True)):
+                self._recorder.write_output(plan, output, replica)
+        return outputs
+
+    def _taken(self, step: StepPlan) -> Any:
+        """What the runner takes: the plan of its only replica, or those of all."""
+        return step if self.parts.config.replicas > 1 else step.plans[0]
 
     def release(self) -> None:
         """Lets another engine bind the runner, if this one has; what is in flight is of no interest any more."""

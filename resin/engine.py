@@ -94,9 +94,10 @@ class Engine:
         try:
             with Uninterrupted():
                 self.arena = self._binding.bind(cache_pages, prefix_cache=prefix_cache)
-                cache = CacheManager(config.groups, config.geometry, self.arena.num_pages, prefix_cache=prefix_cache)
-                self.scheduler = Scheduler(config, [cache], policy or Policy())
-                check_context(config, cache, self.scheduler.replicas[0].planner, self.context_length)
+                sizes = config.groups, config.geometry, self.arena.num_pages
+                caches = [CacheManager(*sizes, prefix_cache=prefix_cache) for _ in range(config.replicas)]
+                self.scheduler = Scheduler(config, caches, policy or Policy())
+                check_context(config, caches[0], self.scheduler.replicas[0].planner, self.context_length)
                 self.metrics = EngineMetrics(self.scheduler, self.parts.observations) if enable_metrics else None
                 self._outcomes = Outcomes(self.scheduler, self.metrics, clock)
                 if record is not None:
@@ -243,7 +244,7 @@ class Engine:
 
     def _accept(self, planned: PlannedStep) -> None:
         try:
-            self.parts.accept(planned.plan.plans[0])
+            self._binding.accept(planned.plan)
         except Exception:
             self.scheduler.rollback(planned)
             raise
@@ -254,8 +255,7 @@ class Engine:
         try:
             if not self._binding.overlap:
                 self.before_wait()
-            (plan,) = planned.plan.plans
-            handle = self._binding.dispatch(plan)
+            handle = self._binding.dispatch(planned.plan)
         except Exception as error:
             raise self._quarantine(error) from error
         self._in_flight.append((planned, handle))
@@ -267,10 +267,10 @@ class Engine:
         try:
             if self._binding.overlap:
                 self.before_wait()
-            output = self._binding.collect(planned.plan.plans[0], handle)
+            outputs = self._binding.collect(planned.plan, handle)
             started = time.perf_counter()
-            for committed in self.scheduler.commit(planned, [output]):
-                self._outcomes.publish(committed, output)
+            for committed in self.scheduler.commit(planned, outputs):
+                self._outcomes.publish(committed)
         except Exception as error:
             raise self._quarantine(error) from error
         if self.metrics is not None:

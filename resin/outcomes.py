@@ -9,7 +9,7 @@ import numpy as np
 
 from resin.events import Event, FinishedEvent, TokensEvent
 from resin.metrics import EngineMetrics
-from resin.plan import ForwardOutput, Phase
+from resin.plan import Phase
 from resin.sched.commit import Committed
 from resin.sched.request import FinishReason, Request
 from resin.sched.scheduler import Scheduler
@@ -56,9 +56,9 @@ class Outcomes:
             if not request.is_finished:
                 self.finish(request, FinishReason.DEADLINE)
 
-    def publish(self, committed: Committed, output: ForwardOutput) -> None:
+    def publish(self, committed: Committed) -> None:
         """Tells of a plan's tokens, and ends the requests that ended with them."""
-        now, plan = self._clock(), committed.plan
+        now, plan, output = self._clock(), committed.plan, committed.output
         count = len(committed.requests)
         if count:
             requests, tokens, indptr = tuple(committed.requests), committed.token_ids, committed.indptr

@@ -66,13 +66,14 @@ class PlanRecorder:
         ]
         self._write(_CONFIG, meta, [])
 
-    def write_plan(self, plan: BatchPlan) -> None:
+    def write_plan(self, plan: BatchPlan, replica: int = 0) -> None:
         loads = [
             {"slot": load.slot, "count_row": load.count_row, "prompt_tokens": load.prompt_tokens}
             for load in plan.slot_loads
         ]
         meta = {
             "step": plan.step,
+            "replica": replica,
             "bucket": [int(plan.phase), plan.bucket.sequences, plan.bucket.tokens, list(plan.bucket.row_pages)],
             "live": [plan.num_sequences, plan.num_tokens, plan.top_logprobs],
             "requests": list(plan.request_ids),
@@ -85,13 +86,13 @@ class PlanRecorder:
             arrays |= {f"{name}:{i}": getattr(load, name) for name in _LOAD_ARRAYS}
         self._write_arrays(_PLAN, meta, arrays)
 
-    def write_output(self, plan: BatchPlan, output: ForwardOutput) -> None:
+    def write_output(self, plan: BatchPlan, output: ForwardOutput, replica: int = 0) -> None:
         arrays = {
             field.name: np.asarray(value)
             for field in dataclasses.fields(output)
             if (value := getattr(output, field.name)) is not None
         }
-        self._write_arrays(_OUTPUT, {"step": plan.step}, arrays)
+        self._write_arrays(_OUTPUT, {"step": plan.step, "replica": replica}, arrays)
 
     def close(self) -> None:
         self._file.close()
@@ -115,7 +116,7 @@ class Recording:
 
     Attributes:
         config, arena: what the engine ran with.
-        steps: plans with their outputs, in dispatch order.
+        steps: plans with their outputs, in dispatch order; of each step those of all replicas, in their order.
 
     Raises:
         BadRecording: the file is not a recording or its first record is damaged.
@@ -128,14 +129,15 @@ class Recording:
             raise BadRecording(f"{path}: no configuration record")
         self.config = _config_from(meta["config"])
         self.arena = ArenaSpec(**meta["arena"])
-        plans: dict[int, BatchPlan] = {}
-        outputs: dict[int, ForwardOutput] = {}
+        plans: dict[tuple[int, int], BatchPlan] = {}
+        outputs: dict[tuple[int, int], ForwardOutput] = {}
         for kind, meta, arrays in records:
+            key = meta["step"], meta.get("replica", 0)
             if kind == _PLAN:
-                plans[meta["step"]] = self._plan_from(meta, arrays)
+                plans[key] = self._plan_from(meta, arrays)
             elif kind == _OUTPUT:
-                outputs[meta["step"]] = ForwardOutput(**arrays)
-        self.steps = [Step(plan, outputs.get(step)) for step, plan in plans.items()]
+                outputs[key] = ForwardOutput(**arrays)
+        self.steps = [Step(plan, outputs.get(key)) for key, plan in plans.items()]
 
     def _plan_from(self, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> BatchPlan:
         phase, sequences, tokens, row_pages = meta["bucket"]

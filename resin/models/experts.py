@@ -145,6 +145,8 @@ class MixtureOfExperts(nnx.Module):
             routed, experts = self.router(run, x, norm), self.operands()
             if run.axes.size(Axis.EXPERTS) == 1:
                 return run.ops.experts(routed, experts, residual)
+            # Of all tokens that any of the devices has: each computes its experts for everybody.
+            routed = jax.tree.map(lambda leaf: run.axes.enter(leaf, Axis.EXPERTS), routed)
             local = routed.experts - run.axes.index(Axis.EXPERTS) * experts.num_experts
             is_mine = (local >= 0) & (local < experts.num_experts)
             routed = routed._replace(experts=jnp.where(is_mine, local, -1))

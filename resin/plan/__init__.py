@@ -19,7 +19,7 @@ from resin.plan.layout import Column, PlanLayout, plan_layout
 from resin.plan.output import ForwardOutput, RowFault
 from resin.plan.runner import OverlapRunner, Runner, RunnerParts
 from resin.plan.sampling import SamplingParams
-from resin.plan.step import StepPlan
+from resin.plan.step import StepPlan, empty_step
 
 __all__ = [
     "NOBODY",
@@ -53,6 +53,7 @@ __all__ = [
     "WindowGroup",
     "build_plan",
     "empty_plan",
+    "empty_step",
     "plan_geometry",
     "plan_layout",
     "smallest_bucket",

@@ -28,6 +28,8 @@ class RunnerConfig:
         draft_tokens: most drafts that a row of a decode plan may try; 0 for a runner that drafts nothing. Decode
             buckets are of width 1 or of this and 1.
         arena_dtype: dtype of the arena's elements.
+        replicas: arenas that the runner keeps; each has sequences of its own, to which the limits above apply. A runner
+            of several takes a StepPlan where others take a BatchPlan, and returns an output for each of its plans.
     """
 
     vocab_size: int = 0
@@ -40,9 +42,10 @@ class RunnerConfig:
     buckets: tuple[Bucket, ...] = ()
     arena_dtype: str = "float32"
     draft_tokens: int = 0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name, low in (("max_sequences", 1), ("max_context_tokens", 2), ("max_plan_tokens", 1)):
+        for name, low in (("replicas", 1), ("max_sequences", 1), ("max_context_tokens", 2), ("max_plan_tokens", 1)):
             if getattr(self, name) < low:
                 raise InvalidRequest(name, getattr(self, name), f"at least {low}")
         if self.max_penalised is not None and not 1 <= self.max_penalised <= self.max_sequences:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,14 +29,16 @@ from resin.runtime.mesh import shape_of
 from resin.runtime.places import derive
 from resin.runtime.program_kind import ProgramKind, bucket_kinds
 from resin.runtime.sampling import sample
-from resin.runtime.slots import LOAD_TOKENS, SlotTable, abstract_slots, load_slot
+from resin.runtime.slots import SlotTable, abstract_slots, idle_load, load_slot, load_steps
 from resin.runtime.special import MASK_ROWS, mask_blocks
 from resin.runtime.xla_options import step_options
 
 # Prompt tokens whose logits are made at once: 64 rows of a 200k vocabulary are 50 MB.
 PROMPT_LOGPROB_TOKENS = 64
 
-ARENA_SPEC = PartitionSpec(None, "tp")
+# Everything that replicas have of their own lies one below the other: inside a program it is as if there were one.
+ARENA_SPEC = PartitionSpec("dp", "tp")
+OF_REPLICAS = PartitionSpec("dp")
 REPLICATED = PartitionSpec()
 
 
@@ -74,7 +75,7 @@ class StepSpec:
 
     def kinds(self, bucket: Bucket) -> tuple[ProgramKind, ...]:
         """The programs of a bucket."""
-        return bucket_kinds(bucket, self.config, self.kernels(), dtype=self.dtype, tp=self.mesh.shape["tp"])
+        return bucket_kinds(bucket, self.config, self.kernels(), dtype=self.dtype, devices=self.mesh.size)
 
     def kernels(self) -> Kernels:
         """The kernels that the mesh's devices run."""
@@ -99,22 +100,38 @@ class StepSpec:
 
     def arguments(self, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> tuple[Any, ...]:
         """Abstract arguments of a bucket's program: weights, arena, slots, plan buffer, blocks of masks."""
-        replicated = NamedSharding(self.mesh, REPLICATED)
         words = plan_layout(bucket, self.config.groups, self.config.geometry).words
-        masks = jax.ShapeDtypeStruct((MASK_ROWS, -(-self.config.vocab_size // 32)), np.int32, sharding=replicated)
+        masks = jax.ShapeDtypeStruct((MASK_ROWS, -(-self.config.vocab_size // 32)), np.int32)
+        buffer, masks = of_replicas((jax.ShapeDtypeStruct((words,), np.int32), masks), self.mesh)
         return (
             self.model.arguments(self.mesh),
             abstract_arena(arena, self.mesh),
-            abstract_slots(self.config, replicated, self.drafter),
-            jax.ShapeDtypeStruct((words,), np.int32, sharding=replicated),
+            self.slots(),
+            buffer,
             (masks,) * mask_blocks(kind.special_counts(bucket)[-1]),
         )
 
+    def slots(self) -> SlotTable:
+        """Abstract slot tables of all replicas."""
+        table = abstract_slots(self.config, NamedSharding(self.mesh, REPLICATED), self.drafter)
+        replicas: SlotTable = of_replicas(table, self.mesh)
+        return replicas
+
+
+def of_replicas(tree: Any, mesh: Mesh) -> Any:
+    """Abstract arrays of one replica, of all: one below the other in the first axis."""
+    sharding, count = NamedSharding(mesh, OF_REPLICAS), mesh.shape["dp"]
+
+    def stack(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(stack, tree)
+
 
 def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape of the arena: `page_bytes` of every page on each device of the axis "tp"."""
+    """Shape of the replicas' arenas: `page_bytes` of every page on each device of the axis "tp"."""
     page_elements = arena.page_bytes // jnp.dtype(arena.dtype).itemsize
-    shape = (arena.num_pages, page_elements * mesh.shape["tp"])
+    shape = (arena.num_pages * mesh.shape["dp"], page_elements * mesh.shape["tp"])
     return jax.ShapeDtypeStruct(shape, arena.dtype, sharding=NamedSharding(mesh, ARENA_SPEC))
 
 
@@ -138,8 +155,8 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
     mapped = jax.shard_map(
         step,
         mesh=spec.mesh,
-        in_specs=(spec.model.specs(spec.mesh), ARENA_SPEC, REPLICATED, REPLICATED, REPLICATED),
-        out_specs=(ARENA_SPEC, REPLICATED, REPLICATED),
+        in_specs=(spec.model.specs(spec.mesh), ARENA_SPEC, OF_REPLICAS, OF_REPLICAS, OF_REPLICAS),
+        out_specs=(ARENA_SPEC, OF_REPLICAS, OF_REPLICAS),
         check_vma=False,
     )
     with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
@@ -148,25 +165,20 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
 
 
 def compile_load(spec: StepSpec) -> jax.stages.Compiled:
-    """Compiles `load_slot` for the runner's slot table, which is donated."""
-    replicated = NamedSharding(spec.mesh, REPLICATED)
-    slots = abstract_slots(spec.config, replicated, spec.drafter)
+    """Compiles `load_slot` of a slot in each replica; their tables are donated.
 
-    def argument(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+    Returns:
+        `(slots, *arguments) -> slots`, with the arguments that `load_steps` yields.
+    """
+    (calls,) = load_steps([[idle_load(spec.config)]] * spec.mesh.shape["dp"], spec.config)
+    sharding = NamedSharding(spec.mesh, OF_REPLICAS)
+    arguments = [jax.ShapeDtypeStruct(call.shape, call.dtype, sharding=sharding) for call in calls]
 
-    arguments = (
-        argument((), np.int32),
-        argument((), np.int32),
-        argument((LOAD_TOKENS,), np.int32),
-        argument((LOAD_TOKENS,), np.bool_),
-        argument((), np.int32),
-        argument(slots.bias_ids.shape[1:], np.int32),
-        argument(slots.bias_values.shape[1:], np.float32),
-        argument(slots.stop_ids.shape[1:], np.int32),
-    )
-    load = partial(load_slot, spec.drafter)
-    return jax.jit(load, donate_argnums=0, out_shardings=replicated).lower(slots, *arguments).compile()
+    def load(slots: SlotTable, *arguments: jax.Array) -> SlotTable:
+        return load_slot(spec.drafter, slots, *(argument[0] for argument in arguments))
+
+    mapped = jax.shard_map(load, mesh=spec.mesh, in_specs=OF_REPLICAS, out_specs=OF_REPLICAS, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0).lower(spec.slots(), *arguments).compile()
 
 
 def run_step(

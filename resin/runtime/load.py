@@ -220,6 +220,7 @@ def build_spec(
         ),
         arena_dtype=arena_dtype,
         draft_tokens=options.draft_tokens,
+        replicas=options.dp,
     )
     drafter = (drafter or PromptLookup()) if options.draft_tokens else None
     is_fresh = options.fresh_attention == "cudnn"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from resin.plan import BatchPlan, PlanRejected, RowFlag, RunnerConfig
+from resin.plan import BatchPlan, PlanRejected, RowFlag, RunnerConfig, StepPlan
 from resin.plan.layout import HEADER
 from resin.runtime.special import MASK_ROWS
 
@@ -32,14 +32,25 @@ def check_masks(plan: BatchPlan, config: RunnerConfig) -> None:
         raise PlanRejected(f"allowed_masks has shape {shape}, expected {expected}")
 
 
-def blocks_of(plan: BatchPlan, blocks: int, nothing: Any) -> tuple[Any, ...]:
-    """The plan's masks in so many blocks; `nothing` stands where there are none."""
-    masks: list[Any] = []
+def blocks_of(step: StepPlan, blocks: int, nothing: Any) -> tuple[Any, ...]:
+    """The masks of a step's plans in so many blocks, those of all replicas one below the other; `nothing` stands where
+    there are none."""
+    each = [_blocks_of(plan) for plan in step.plans]
+    count = max(map(len, each))
+    if len(each) > 1 and count:
+        none = np.zeros_like(max(each, key=len)[0])
+        each = [[*masks, *[none] * (count - len(masks))] for masks in each]
+    joined = (np.concatenate(masks) if len(masks) > 1 else masks[0] for masks in zip(*each, strict=True))
+    return (*joined, *[nothing] * (blocks - count))
+
+
+def _blocks_of(plan: BatchPlan) -> list[np.ndarray]:
+    masks: list[np.ndarray] = []
     if plan.allowed_masks is not None:
         for start in range(0, len(plan.allowed_masks), MASK_ROWS):
             block = plan.allowed_masks[start : start + MASK_ROWS]
             masks.append(block if len(block) == MASK_ROWS else np.pad(block, ((0, MASK_ROWS - len(block)), (0, 0))))
-    return (*masks, *[nothing] * (blocks - len(masks)))
+    return masks
 
 
 def _words(config: RunnerConfig) -> int:

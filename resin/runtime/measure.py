@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from resin.plan import BatchPlan, Bucket, Phase, RunnerConfig, StepTimes, empty_plan
+from resin.plan import Bucket, Phase, RunnerConfig, StepPlan, StepTimes, empty_step
 
 # A bucket that takes longer is the last that is measured: rows that decode are not to wait for it.
 LONGEST_S = 0.2
@@ -18,7 +18,7 @@ LAUNCHES = 16  # queued behind each other
 
 
 def measure_steps(
-    config: RunnerConfig, launch: Callable[[BatchPlan], Any], forward: Callable[[BatchPlan], Any]
+    config: RunnerConfig, launch: Callable[[StepPlan], Any], forward: Callable[[StepPlan], Any]
 ) -> StepTimes:
     """Times programs that are compiled, on an arena that nobody uses yet.
 
@@ -30,13 +30,13 @@ def measure_steps(
     prefill: list[tuple[int, float]] = []
     if config.max_sequences > 1:  # else no row decodes while a prompt comes in
         for bucket in config.of_phase(Phase.PREFILL):
-            plan = empty_plan(config, bucket)
+            plan = empty_step(config, bucket)
             first_s = _seconds(launch, plan)
             prefill.append((bucket.tokens, first_s if first_s > LONGEST_S else min(first_s, _seconds(launch, plan))))
             if prefill[-1][1] > LONGEST_S:
                 break
     decode = config.of_phase(Phase.DECODE)
-    plan = empty_plan(config, decode[0])
+    plan = empty_step(config, decode[0])
     forward(plan)
     alone_s = min(_seconds(forward, plan) for _ in range(2))
     costs = tuple((bucket.sequences, _draft_cost(config, launch, bucket)) for bucket in decode if bucket.width > 1)
@@ -46,20 +46,20 @@ def measure_steps(
     return StepTimes(tuple(prefill), step_s, max(alone_s - step_s, 0.0), costs)
 
 
-def _draft_cost(config: RunnerConfig, launch: Callable[[BatchPlan], Any], wide: Bucket) -> float:
+def _draft_cost(config: RunnerConfig, launch: Callable[[StepPlan], Any], wide: Bucket) -> float:
     """Time of a step with places for drafts over that of as many sequences without."""
     sequences = [bucket for bucket in config.of_phase(Phase.DECODE) if bucket.width == 1]
     plain = next(bucket for bucket in sequences if bucket.sequences >= wide.sequences)
     seconds = []
     for bucket in (plain, wide):
-        plan = empty_plan(config, bucket)
+        plan = empty_step(config, bucket)
         first_s = _seconds(launch, plan)
         times = 1 if first_s > LONG_STEP_S else LAUNCHES
         seconds.append(min(_seconds(launch, plan, times) for _ in range(3)) / times)
     return seconds[1] / seconds[0]
 
 
-def _seconds(run: Callable[[BatchPlan], Any], plan: BatchPlan, times: int = 1) -> float:
+def _seconds(run: Callable[[StepPlan], Any], plan: StepPlan, times: int = 1) -> float:
     """Of so many runs, one queued behind the other."""
     started = time.perf_counter()
     for _ in range(times):

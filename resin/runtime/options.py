@@ -30,7 +30,8 @@ class RunnerOptions:
             on GPU, the references on CPU.
         fresh_attention: what a long prompt of which nothing is cached attends with beside Triton bodies: "cudnn", or
             "paged", the kernel that reads pages, as every other prompt does.
-        dp, cp, tp: mesh axes. Only tp may be above 1 so far.
+        dp, cp, tp: devices along each axis of the mesh: replicas, context, tensors. cp is 1 so far. Limits and sizes
+            below are of each replica.
         max_sequences: sequences that run at once: 16 on CPU; on GPU 256 at most, as memory holds.
         max_penalised: of these, sequences with penalties; others of them wait. The device counts the tokens of each in
             2 bytes a token of the vocabulary; None takes what 32 MiB hold.
@@ -89,9 +90,8 @@ class RunnerOptions:
             raise InvalidRequest("kernels", self.kernels, f"one of {KERNELS}")
         if self.fresh_attention not in FRESH_ATTENTION:
             raise InvalidRequest("fresh_attention", self.fresh_attention, f"one of {FRESH_ATTENTION}")
-        for name in ("dp", "cp"):
-            if getattr(self, name) != 1:
-                raise InvalidRequest(name, getattr(self, name), "1 (only tp is implemented)")
+        if self.cp != 1:
+            raise InvalidRequest("cp", self.cp, "1 (only dp and tp are implemented)")
         self.mesh  # noqa: B018 (checked as it is made)
         low = {"prefill_sequences": 1, "compile_cache_bytes": 0}
         optional = {

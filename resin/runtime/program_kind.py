@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from resin.pallas_kernels.fresh_prefill import fits_fresh_prefill
 from resin.pallas_kernels.table import Backend, Kernels
-from resin.plan import BatchPlan, Bucket, HistoryGroup, Phase, RowFlag, RunnerConfig
+from resin.plan import BatchPlan, Bucket, HistoryGroup, Phase, RowFlag, RunnerConfig, StepPlan
 from resin.plan.flags import SPECIAL
 from resin.plan.layout import HEADER
 from resin.runtime.special import FEW_ROWS, special_counts
@@ -54,7 +54,7 @@ FRESH_FILL = 0.8
 
 
 def bucket_kinds(
-    bucket: Bucket, config: RunnerConfig, kernels: Kernels, *, dtype: str, tp: int
+    bucket: Bucket, config: RunnerConfig, kernels: Kernels, *, dtype: str, devices: int
 ) -> tuple[ProgramKind, ...]:
     """The programs that a bucket has.
 
@@ -63,7 +63,7 @@ def bucket_kinds(
         config: groups and arena.
         kernels: of the devices; plain XLA on CPU has one program for all plans, because branches cost nothing there.
         dtype: of the activations.
-        tp: devices that the model is cut over.
+        devices: of the mesh.
     """
     if kernels.backend is Backend.REFERENCE:
         return (ProgramKind.ANY,)
@@ -71,7 +71,7 @@ def bucket_kinds(
     if bucket.phase is Phase.DECODE and FEW_ROWS in special_counts(bucket.sequences)[:-1]:
         kinds = (ProgramKind.PLAIN, ProgramKind.FEW, ProgramKind.ALL)
     is_long = bucket.phase is Phase.PREFILL and bucket.tokens >= FRESH_BUCKET_TOKENS
-    if kernels.fresh_prefill is None or not is_long or tp > 1 or not _has_fresh_layers(config, dtype):
+    if kernels.fresh_prefill is None or not is_long or devices > 1 or not _has_fresh_layers(config, dtype):
         return kinds
     return (*kinds, ProgramKind.FRESH)
 
@@ -90,6 +90,15 @@ def plan_kind(plan: BatchPlan, kinds: Sequence[ProgramKind]) -> ProgramKind:
     if ProgramKind.FRESH in kinds and flags & _FRESH_STATE and plan.num_sequences == 1:
         return ProgramKind.FRESH if plan.num_tokens >= FRESH_FILL * plan.bucket.tokens else ProgramKind.PLAIN
     return ProgramKind.PLAIN
+
+
+# What holds the plans of all replicas: the last of these that one of them needs.
+_RISING = (ProgramKind.ANY, ProgramKind.FRESH, ProgramKind.PLAIN, ProgramKind.FEW, ProgramKind.ALL)
+
+
+def step_kind(step: StepPlan, kinds: Sequence[ProgramKind]) -> ProgramKind:
+    """The same of a step: every replica runs one program."""
+    return max((plan_kind(plan, kinds) for plan in step.plans), key=_RISING.index)
 
 
 def _has_fresh_layers(config: RunnerConfig, dtype: str) -> bool:

@@ -9,12 +9,12 @@ import jax
 
 from resin.models.weights import Progress
 from resin.models.workers import worker_pool
-from resin.plan import ArenaSpec, BatchPlan, Bucket
+from resin.plan import ArenaSpec, Bucket, StepPlan
 from resin.runtime.compile_cache import cache_hits
 from resin.runtime.executable import StepSpec, compile_load, compile_step
 from resin.runtime.ledger import program_temporary_bytes
 from resin.runtime.program_cache import ProgramCache
-from resin.runtime.program_kind import ProgramKind, plan_kind
+from resin.runtime.program_kind import ProgramKind, step_kind
 
 
 class Programs:
@@ -65,9 +65,9 @@ class Programs:
                 self._load_slot = load.result()
         self.seconds += time.perf_counter() - started
 
-    def kind(self, plan: BatchPlan) -> ProgramKind:
-        """Which of its bucket's programs runs a plan."""
-        return plan_kind(plan, self.kinds[plan.bucket])
+    def kind(self, step: StepPlan) -> ProgramKind:
+        """Which of its bucket's programs runs a step."""
+        return step_kind(step, self.kinds[step.bucket])
 
     def step(self, bucket: Bucket, kind: ProgramKind, arena: ArenaSpec) -> jax.stages.Compiled:
         """One of a bucket's programs, compiled now if it does not exist."""

@@ -8,19 +8,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from resin.models.weights import AbstractModel, Progress
 from resin.plan import (
     ArenaSpec,
     BatchPlan,
-    ForwardOutput,
+    Bucket,
     InvalidRequest,
     PlanRejected,
     RunnerConfig,
+    StepPlan,
     StepTimes,
 )
 from resin.runtime.arena import DeviceState, allocate
-from resin.runtime.executable import REPLICATED, StepOutput, StepSpec, abstract_arena
+from resin.runtime.executable import OF_REPLICAS, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger
 from resin.runtime.masks import blocks_of, check_masks, no_masks
 from resin.runtime.measure import measure_steps
@@ -29,7 +31,7 @@ from resin.runtime.program_cache import ProgramCache
 from resin.runtime.program_kind import ProgramKind
 from resin.runtime.programs import Programs
 from resin.runtime.results import StepHandle
-from resin.runtime.slots import abstract_slots, load_arguments
+from resin.runtime.slots import load_steps
 from resin.runtime.special import mask_blocks
 from resin.runtime.view import RunnerView
 
@@ -54,7 +56,6 @@ class ModelRunner:
 
     Attributes:
         config: what the Engine plans within.
-        model_config: the model's own Config.
         tokenizer: ChatTokenizer of the checkpoint, or None.
         eos_token_ids: ids that end a turn by the checkpoint's own account.
         ledger: memory use, known once programs are compiled.
@@ -194,49 +195,52 @@ class ModelRunner:
         self._prove(arena)
         if self._weights is None:
             self._take_weights(progress)
-        replicated = jax.sharding.NamedSharding(mesh, REPLICATED)
-        state = self._state
-        state.no_masks = jax.device_put(no_masks(self.config), replicated)
-        state.slots = allocate(abstract_slots(self.config, replicated, self._spec.drafter))
+        state, sharding = self._state, jax.sharding.NamedSharding(mesh, OF_REPLICAS)
+        state.no_masks = jax.device_put(np.tile(no_masks(self.config), (self.config.replicas, 1)), sharding)
+        state.slots = allocate(self._spec.slots())
         state.arena = allocate(abstract_arena(arena, mesh))
 
-    def accept(self, plan: BatchPlan) -> None:
+    def accept(self, plan: BatchPlan | StepPlan) -> None:
         """Refuses a plan that no program can run.
 
         Raises:
-            PlanRejected: unknown bucket, or masks of a wrong shape.
+            PlanRejected: unknown bucket, masks of a wrong shape, or plans of another number of replicas.
         """
-        if plan.bucket not in self.config.buckets:
-            raise PlanRejected(f"bucket {plan.bucket} is not in the table")
-        check_masks(plan, self.config)
+        step = StepPlan.of(plan)
+        if len(step.plans) != self.config.replicas:
+            raise PlanRejected(f"{len(step.plans)} plans, expected one for each of {self.config.replicas} replicas")
+        if step.bucket not in self.config.buckets:
+            raise PlanRejected(f"bucket {step.bucket} is not in the table")
+        for each in step.plans:
+            check_masks(each, self.config)
 
-    def dispatch(self, plan: BatchPlan) -> StepHandle:
-        """Starts a plan; returns as soon as the device has it.
+    def dispatch(self, plan: BatchPlan | StepPlan) -> StepHandle:
+        """Starts the plan of the only replica, or of all; returns as soon as the devices have it.
 
         Raises:
             InvalidRequest: not bound.
         """
-        handle = StepHandle.of(plan, self.launch(plan))
+        handle = StepHandle.of(StepPlan.of(plan), self.launch(plan))
         self._state.send(handle.results)
         return handle
 
-    def launch(self, plan: BatchPlan) -> StepOutput:
+    def launch(self, plan: BatchPlan | StepPlan) -> StepOutput:
         """Starts a plan and leaves its results on the device: `dispatch` without the copies to the host."""
-        kind, state = self._programs.kind(plan), self._state
-        program = self._program(plan, kind)
-        for load in plan.slot_loads:
-            for arguments in load_arguments(load, self.config.vocab_size):
-                state.slots = self._programs.load_slot()(state.slots, *arguments)
-        masks = blocks_of(plan, mask_blocks(kind.special_counts(plan.bucket)[-1]), state.no_masks)
-        state.arena, state.slots, output = program(self._weights, state.arena, state.slots, plan.buffer, masks)
+        step, state = StepPlan.of(plan), self._state
+        kind = self._programs.kind(step)
+        program = self._program(step.bucket, kind)
+        for arguments in load_steps([each.slot_loads for each in step.plans], self.config):
+            state.slots = self._programs.load_slot()(state.slots, *arguments)
+        masks = blocks_of(step, mask_blocks(kind.special_counts(step.bucket)[-1]), state.no_masks)
+        state.arena, state.slots, output = program(self._weights, state.arena, state.slots, step.buffer, masks)
         return output
 
-    def executable(self, plan: BatchPlan) -> jax.stages.Compiled:
+    def executable(self, plan: BatchPlan | StepPlan) -> jax.stages.Compiled:
         """The program that runs a plan: also for its text and its memory analysis."""
-        return self._program(plan, self._programs.kind(plan))
+        return self._program(plan.bucket, self._programs.kind(StepPlan.of(plan)))
 
-    def _program(self, plan: BatchPlan, kind: ProgramKind) -> jax.stages.Compiled:
-        program = self._programs.step(plan.bucket, kind, self._bound_arena())
+    def _program(self, bucket: Bucket, kind: ProgramKind) -> jax.stages.Compiled:
+        program = self._programs.step(bucket, kind, self._bound_arena())
         self._allocate()
         return program
 
@@ -246,13 +250,13 @@ class ModelRunner:
         assert self._state.arena is not None
         self._state.arena = change(self._state.arena)
 
-    def collect(self, handle: StepHandle) -> ForwardOutput:
-        """Waits for a plan's results."""
-        output = handle.read()
+    def collect(self, handle: StepHandle) -> Any:
+        """Waits for the results: a ForwardOutput, or one of each replica where there are several."""
+        outputs = handle.read()
         self._state.forget(handle.results)
-        return output
+        return outputs if self.config.replicas > 1 else outputs[0]
 
-    def forward(self, plan: BatchPlan) -> ForwardOutput:
+    def forward(self, plan: BatchPlan | StepPlan) -> Any:
         """`dispatch`, then `collect`."""
         return self.collect(self.dispatch(plan))
 

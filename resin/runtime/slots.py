@@ -5,7 +5,9 @@ Token counts take V numbers a sequence, so only those with penalties have a row 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -142,6 +144,28 @@ def load_slot(
         stop_ids=slots.stop_ids.at[slot].set(stop_ids),
         drafting=drafting,
     )
+
+
+def idle_load(config: RunnerConfig) -> SlotLoad:
+    """Of the scratch slot."""
+    none = np.zeros(0, np.int32)
+    return SlotLoad(config.max_sequences, config.count_rows, none, 0, none, none.astype(np.float32), none)
+
+
+def load_steps(loads: Sequence[Sequence[SlotLoad]], config: RunnerConfig) -> Iterator[list[np.ndarray]]:
+    """Arguments of the load program, call by call: of one load in each replica, one below the other.
+
+    A replica with fewer loads than others fills its scratch slot meanwhile.
+
+    Args:
+        loads: of each replica.
+    """
+    if not any(loads):
+        return
+    (nothing,) = load_arguments(idle_load(config), config.vocab_size)
+    each = [[call for load in some for call in load_arguments(load, config.vocab_size)] for some in loads]
+    for calls in zip_longest(*each, fillvalue=nothing):
+        yield [np.stack(arrays) for arrays in zip(*calls, strict=True)]
 
 
 def count_outputs(counts: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:

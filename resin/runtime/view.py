@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from resin.plan import ArenaSpec, BatchPlan, ForwardOutput, InvalidRequest, RunnerConfig, RunnerParts
+from resin.plan import ArenaSpec, BatchPlan, InvalidRequest, RunnerConfig, RunnerParts, StepPlan
 
 
 class RunnerView:
@@ -30,12 +30,11 @@ class RunnerView:
         if arena.num_pages > self._arena.num_pages:
             raise InvalidRequest("num_pages", arena.num_pages, f"at most {self._arena.num_pages}")
 
-    def dispatch(self, plan: BatchPlan) -> Any:
+    def dispatch(self, plan: BatchPlan | StepPlan) -> Any:
         return self._runner.dispatch(plan)
 
-    def collect(self, handle: Any) -> ForwardOutput:
-        output: ForwardOutput = self._runner.collect(handle)
-        return output
+    def collect(self, handle: Any) -> Any:
+        return self._runner.collect(handle)
 
-    def forward(self, plan: BatchPlan) -> ForwardOutput:
+    def forward(self, plan: BatchPlan | StepPlan) -> Any:
         return self.collect(self.dispatch(plan))

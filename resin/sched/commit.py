@@ -23,6 +23,7 @@ class Committed:
 
     Attributes:
         plan: the plan.
+        output: what the runner returned of it.
         table: columns of its replica's slots.
         requests: R rows that emitted tokens, discarded rows left out.
         slots: their slots, as an index into the columns of the SlotTable (a finished request's may be free again).
@@ -35,6 +36,7 @@ class Committed:
     """
 
     plan: BatchPlan
+    output: ForwardOutput
     table: SlotTable
     requests: Sequence[Request]
     slots: slice | np.ndarray
@@ -105,7 +107,7 @@ def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output
         stop_ids = stop_ids[:, live]
     table.last_token[slots] = tokens
     together = placed if live is None else None
-    committed = Committed(plan, table, requests, slots, tokens, rows, together=together, failed=failed)
+    committed = Committed(plan, output, table, requests, slots, tokens, rows, together=together, failed=failed)
     ending = draft.ending
     if replica.draft_tokens:  # when it was planned, drafts in flight might have held that did not
         ending = np.flatnonzero(table.outputs[slots] >= table.max_outputs[slots]).tolist()
@@ -125,7 +127,7 @@ def _commit_drafts(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output
     """Rows of several tokens each: what a row tried and did not keep is taken back, what follows a stop is dropped."""
     table, placed, drafts = replica.table, draft.rows, draft.drafts_of_rows
     tokens, bounds = check_runs(plan, output, placed.emits, drafts, replica.vocab_size)
-    committed = Committed(plan, table, [], np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
+    committed = Committed(plan, output, table, [], np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
     requests: list[Request] = []
     slots: list[int] = []
     counts: list[int] = []  # what each row has in the cache more
@@ -195,7 +197,7 @@ def _commit_prefill(replica: Replica, draft: PrefillDraft, plan: BatchPlan, outp
     table.known[slots] += 1
     table.outputs[slots] += 1
     table.last_token[slots] = tokens
-    committed = Committed(plan, table, requests, slots, tokens, rows, failed=failed)
+    committed = Committed(plan, output, table, requests, slots, tokens, rows, failed=failed)
     ending = np.flatnonzero(table.outputs[slots] >= table.max_outputs[slots]).tolist()
     _find_ends(committed, table.stop_ids[slots].T, ending)
     if replica.cache.prefixes.enabled:

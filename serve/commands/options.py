@@ -95,6 +95,7 @@ _RUNNER_FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
         "distance of the states that the prefix cache keeps, for models that have states; default: the model's own",
     ),
     ("tp", "tp", int, "N", "devices to split the model over; default 1"),
+    ("dp", "dp", int, "N", "replicas of attention, each with sequences and a cache of its own; default 1"),
     ("compile_threads", "compile-threads", int, "N", "programs compiled at once; default: the CPU count, at most 8"),
     ("compile_cache", "compile-cache", Path, "DIRECTORY", "of compiled programs; default: programs in RESIN_CACHE"),
     (

@@ -48,5 +48,5 @@ def test_an_empty_plan_is_padding() -> None:
 def test_a_runner_says_what_it_runs_with() -> None:
     facts = build().facts()
     kinds = facts.pop("programs").split("+")
-    assert facts == {"dtype": "float32", "cache": "float32", "kernels": "reference", "tp": "1"}
+    assert facts == {"dtype": "float32", "cache": "float32", "kernels": "reference", "mesh": "one device"}
     assert kinds and set(kinds) <= {kind.value for kind in ProgramKind}

@@ -16,7 +16,7 @@ from serve.cli import build_parser
 from serve.commands.options import policy, runner_options
 
 # Without a flag: axes that are not implemented, the seed of random weights.
-WITHOUT_FLAG = {"dp", "cp", "seed"}
+WITHOUT_FLAG = {"cp", "seed"}
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
