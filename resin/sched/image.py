@@ -109,7 +109,7 @@ class DecodeImage:
             for place in changed | dirty:
                 self._write_states(buffer, place)
         self._write_tokens(buffer, changed)
-        buffer[columns.computed : columns.computed + width] = rows.positions(width)
+        rows.positions(width, out=buffer[columns.computed : columns.computed + width])
         if drafts is not None:
             assert columns.drafts is not None
             buffer[columns.drafts : columns.drafts + len(drafts)] = drafts
@@ -210,10 +210,34 @@ class DecodeImage:
         columns = self._columns
         for index, (group, starting) in enumerate(zip(columns.paged, growing, strict=True)):
             changed = sorted({*starting, *others}) if others or columns.drafts is not None else starting
-            if changed:
-                self._patch_rows(buffer, latest, index, group, changed)
-            else:
+            if not changed:
                 buffer[group.ids : group.ids_stop] = latest[group.ids : group.ids_stop]
+            elif changed is starting and not group.group.window_tokens:
+                self._append_pages(buffer, latest, index, group, starting)
+            else:
+                self._patch_rows(buffer, latest, index, group, changed)
+
+    def _append_pages(
+        self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, places: list[int]
+    ) -> None:
+        """Page ids with one more at the end of the rows of these places (rising), and what follows from it."""
+        leases, width, total = self._rows.leases, self.bucket.sequences, self.totals[index]
+        ends = latest[group.indptr + 1 : group.indptr + 1 + width]
+        grown = np.zeros(width, np.int32)
+        grown[places] = 1
+        np.add(ends, np.add.accumulate(grown, out=grown), out=buffer[group.indptr + 1 : group.indptr + 1 + width])
+        read = write = group.ids
+        for place, end in zip(places, ends[places].tolist(), strict=True):
+            stop = group.ids + end
+            buffer[write : write + stop - read] = latest[read:stop]
+            write += stop - read
+            buffer[write] = leases[place].rows[index].last_page  # type: ignore[union-attr]
+            read, write = stop, write + 1
+        stop = group.ids + total
+        buffer[write : write + stop - read] = latest[read:stop]
+        write += stop - read
+        buffer[write : group.ids_stop] = 0
+        self.totals[index] = write - group.ids
 
     def _patch_rows(
         self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, changed: list[int]

@@ -90,6 +90,10 @@ class DecodeRows:
         self._empty = list(range(capacity))
         self._paused: set[int] = set()
         self._starts = np.zeros(capacity, np.int32)  # a live row's position less `steps`
+        # For each span the live places by what `steps` leaves when it divides it as a row's next position is a multiple
+        # of it; dropped where drafts move many rows at once.
+        self._phases: dict[int, list[set[int]]] = {}
+        self._tries_drafts = False  # whether any plan ever had drafts
         self._ends = np.full(capacity, _NEVER, np.int64)  # value of `steps` at which a live row has all its tokens
         self._ids = [NOBODY] * capacity
         self._append: list[Callable[[int], None] | None] = [None] * capacity
@@ -166,7 +170,10 @@ class DecodeRows:
 
     def _enter(self, place: int, request: Request) -> None:
         table, slot = self.table, request.slot
-        self._starts[place] = table.computed[slot] - self.steps
+        start = int(table.computed[slot]) - self.steps
+        self._starts[place] = start
+        for span, phases in self._phases.items():
+            phases[-start % span].add(place)
         end = self.steps + int(table.max_outputs[slot] - table.outputs[slot] - table.pending[slot])
         self._ends[place] = end
         self._first_end = min(self._first_end, end)  # what left may have ended first: `live` looks again
@@ -176,6 +183,9 @@ class DecodeRows:
         self._touch(place)
 
     def _exit(self, place: int) -> None:
+        start = int(self._starts[place])
+        for span, phases in self._phases.items():
+            phases[-start % span].discard(place)
         self._ends[place] = _NEVER
         self.slots[place], self.marks[place], self._ids[place] = self.scratch, 0, NOBODY
         self.leases[place] = None
@@ -227,16 +237,26 @@ class DecodeRows:
 
     def least_position(self, place: int) -> int:
         """The same if none holds."""
+        if not self._tries_drafts:
+            return self.position(place)
         return self.position(place) - int(self.table.drafts[self.slots[place]])
 
-    def positions(self, count: int) -> np.ndarray:
-        """int32 [count], `position` of the first places, 0 where no row is live."""
-        return (self._starts[:count] + self.steps) * self.marks[:count]
+    def positions(self, count: int, out: np.ndarray | None = None) -> np.ndarray:
+        """int32 [count], `position` of the first places, 0 where no row is live; written to `out` if given."""
+        positions = np.add(self._starts[:count], self.steps, out=out)
+        if self.num_live < count:
+            positions *= self.marks[:count]
+        return positions
 
     def starting(self, span_tokens: int) -> list[int]:
         """Places of live rows whose next position is a multiple of `span_tokens`, rising."""
-        starts = self.positions(self.top) % span_tokens == 0
-        return np.flatnonzero(starts & (self.marks[: self._top] != 0)).tolist()  # type: ignore[no-any-return]
+        phases = self._phases.get(span_tokens)
+        if phases is None:
+            phases = self._phases[span_tokens] = [set() for _ in range(span_tokens)]
+            places = self.marks.nonzero()[0]
+            for place, phase in zip(places.tolist(), (-self._starts[places] % span_tokens).tolist(), strict=True):
+                phases[phase].add(place)
+        return sorted(phases[self.steps % span_tokens])
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
@@ -252,12 +272,15 @@ class DecodeRows:
         """A plan was accepted; beside the token of each live row it computes `drafts` [top] more, or [0] for none."""
         self.steps += 1
         if len(drafts):
+            self._tries_drafts = True
+            self._phases.clear()
             self._starts[: len(drafts)] += drafts
             self._ends[: len(drafts)] -= drafts
             self._first_end = int(self._ends.min())
 
     def take_back(self, place: int, tokens: int) -> None:
         """So many of the tokens that the row's plans computed did not hold."""
+        self._phases.clear()
         self._starts[place] -= tokens
         self._ends[place] += tokens
 
