@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Phase(enum.IntEnum):
@@ -23,17 +23,17 @@ class Bucket:
         sequences: padded sequences B.
         tokens: padded tokens T; in decode `width` for each sequence.
         row_pages: page-row capacity of each cache group over the whole plan, in pages.
+        width: token places of a sequence in a decode plan, its latest token and drafts that may follow it; otherwise 1.
     """
 
     phase: Phase
     sequences: int
     tokens: int
     row_pages: tuple[int, ...]
+    width: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def width(self) -> int:
-        """Token places of a sequence in a decode plan: its latest token, and drafts that may follow it."""
-        return self.tokens // self.sequences if self.phase is Phase.DECODE else 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", self.tokens // self.sequences if self.phase is Phase.DECODE else 1)
 
     def holds(self, sequences: int, tokens: int, row_pages: Sequence[int]) -> bool:
         """True if a plan of these live counts fits."""

@@ -24,7 +24,7 @@ class StepPlan:
     plans: tuple[BatchPlan, ...]
 
     def __post_init__(self) -> None:
-        assert self.plans and all(plan.bucket == self.bucket for plan in self.plans)
+        assert self.plans and all([plan.bucket == self.bucket for plan in self.plans])
 
     @property
     def buffer(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from resin.sched.rows import DecodeRows
 
 _FROM_SLOT = int(RowFlag.FROM_SLOT)
 _NO_PAGES = np.empty(0, np.int32)
+FEW_ROWS = 6  # whose ends are moved one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,19 +222,25 @@ class DecodeImage:
         self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, places: list[int]
     ) -> None:
         """Page ids with one more at the end of the rows of these places (rising), and what follows from it."""
-        leases, width, total = self._rows.leases, self.bucket.sequences, self.totals[index]
-        ends = latest[group.indptr + 1 : group.indptr + 1 + width]
-        grown = np.zeros(width, np.int32)
-        grown[places] = 1
-        np.add(ends, np.add.accumulate(grown, out=grown), out=buffer[group.indptr + 1 : group.indptr + 1 + width])
+        leases, indptr = self._rows.leases, group.indptr + 1
+        stop = indptr + self.bucket.sequences
+        if len(places) <= FEW_ROWS:
+            for place in places:
+                buffer[indptr + place : stop] += 1
+            ends = [int(latest[indptr + place]) for place in places]
+        else:
+            grown = np.zeros(self.bucket.sequences, np.int32)
+            grown[places] = 1
+            buffer[indptr:stop] += np.add.accumulate(grown, out=grown)
+            ends = latest[indptr:stop][places].tolist()
         read = write = group.ids
-        for place, end in zip(places, ends[places].tolist(), strict=True):
+        for place, end in zip(places, ends, strict=True):
             stop = group.ids + end
             buffer[write : write + stop - read] = latest[read:stop]
             write += stop - read
             buffer[write] = leases[place].rows[index].last_page  # type: ignore[union-attr]
             read, write = stop, write + 1
-        stop = group.ids + total
+        stop = group.ids + self.totals[index]
         buffer[write : write + stop - read] = latest[read:stop]
         write += stop - read
         buffer[write : group.ids_stop] = 0

@@ -139,13 +139,15 @@ class Scheduler:
     def plan_next(self) -> PlannedStep | None:
         """The next step with its pages reserved, or None if nothing can run before plans in flight are collected."""
         self._admit()
-        demands = [replica.demand() for replica in self.replicas]
+        demands, most_tokens = [replica.demand() for replica in self.replicas], self._most_tokens()
         for phase in self._phases(demands):
+            if not any([demand[phase] for demand in demands]):
+                continue
             drafts: list[Draft | None] = [None] * len(self.replicas)
             try:
                 for replica, demand in zip(self.replicas, demands, strict=True):
                     if demand[phase]:
-                        drafts[replica.index] = replica.reserve(phase, self._most_tokens())
+                        drafts[replica.index] = replica.reserve(phase, most_tokens)
                 bucket = self._common_bucket(phase, drafts)
                 if bucket is not None:
                     return self._fill(bucket, drafts)
@@ -169,7 +171,7 @@ class Scheduler:
 
     @property
     def _any_decodes(self) -> bool:
-        return any(replica.decode.requests for replica in self.replicas)
+        return any([replica.decode.requests for replica in self.replicas])
 
     def _common_bucket(self, phase: Phase, drafts: list[Draft | None]) -> Bucket | None:
         """The smallest bucket that holds every draft, None if there is none to hold.
@@ -177,6 +179,8 @@ class Scheduler:
         Where no bucket holds them all, drafts are rolled back until one does, and each replica comes first in turn.
         """
         bucket: Bucket | None = None
+        if len(drafts) == 1:
+            return None if drafts[0] is None else drafts[0].bucket
         for place in range(len(drafts)):
             index = (self._step + place) % len(drafts)
             draft = drafts[index]

@@ -100,8 +100,7 @@ class DecodeDraft:
 Draft = PrefillDraft | DecodeDraft
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """A step's plans, with what is needed to undo or commit them.
 
     Attributes:
