@@ -11,22 +11,11 @@ from resin.plan import Bucket, CacheGroup, GroupGeometry, PlanLayout, RowFlag, S
 from resin.plan.layout import HEADER
 from resin.sched.buffers import BufferPool
 from resin.sched.lease import PagedGroup, StateRing
+from resin.sched.page_columns import PagedColumns
 from resin.sched.rows import DecodeRows
 
 _FROM_SLOT = int(RowFlag.FROM_SLOT)
 _NO_PAGES = np.empty(0, np.int32)
-FEW_ROWS = 6  # whose ends are moved one by one
-
-
-@dataclass(frozen=True, slots=True)
-class _PagedColumns:
-    """Offsets in the buffer of a History or Window group's columns."""
-
-    group: PagedGroup
-    indptr: int
-    first_position: int
-    ids: int
-    ids_stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +35,7 @@ class DecodeColumns:
         self.layout = layout
         self.token_ids, self.computed, self.drafts = at["token_ids"], at["computed"], at.get("drafts")
         self.query_indptr, self.row_flags = at["query_indptr"], at["row_flags"]
-        self.paged: list[_PagedColumns] = []
+        self.paged: list[PagedColumns] = []
         self.states: list[_StateColumns] = []
         remaining = iter(groups)
         for spec, fill in specs:
@@ -56,8 +45,9 @@ class DecodeColumns:
                 self.states.append(_StateColumns(*places, fill.pages_per_state))
                 continue
             ids = layout.by_name[f"page_ids:{name}"]
-            columns = _PagedColumns(
+            columns = PagedColumns(
                 group=next(remaining),
+                width=layout.by_name["slots"].length,
                 indptr=at[f"page_indptr:{name}"],
                 first_position=at[f"first_position:{name}"],
                 ids=ids.offset,
@@ -193,7 +183,7 @@ class DecodeImage:
 
     # -- page rows ----------------------------------------------------------------------------------------------
 
-    def _write_all_pages(self, buffer: np.ndarray, index: int, group: _PagedColumns) -> None:
+    def _write_all_pages(self, buffer: np.ndarray, index: int, group: PagedColumns) -> None:
         top = self._rows.top
         firsts = [self._first_page(index, group, place) for place in range(top)]
         views = [self._pages(index, place, first) for place, first in enumerate(firsts)]
@@ -214,78 +204,23 @@ class DecodeImage:
             if not changed:
                 buffer[group.ids : group.ids_stop] = latest[group.ids : group.ids_stop]
             elif changed is starting and not group.group.window_tokens:
-                self._append_pages(buffer, latest, index, group, starting)
+                last = [self._last_page(index, place) for place in starting]
+                self.totals[index] = group.append(buffer, latest, self.totals[index], starting, last)
             else:
-                self._patch_rows(buffer, latest, index, group, changed)
+                firsts = [self._first_page(index, group, place) for place in changed]
+                rows = [self._pages(index, place, first) for place, first in zip(changed, firsts, strict=True)]
+                self.totals[index] = group.replace(buffer, latest, self.totals[index], changed, firsts, rows)
 
-    def _append_pages(
-        self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, places: list[int]
-    ) -> None:
-        """Page ids with one more at the end of the rows of these places (rising), and what follows from it."""
-        leases, indptr = self._rows.leases, group.indptr + 1
-        stop = indptr + self.bucket.sequences
-        if len(places) <= FEW_ROWS:
-            for place in places:
-                buffer[indptr + place : stop] += 1
-            ends = [int(latest[indptr + place]) for place in places]
-        else:
-            grown = np.zeros(self.bucket.sequences, np.int32)
-            grown[places] = 1
-            buffer[indptr:stop] += np.add.accumulate(grown, out=grown)
-            ends = latest[indptr:stop][places].tolist()
-        read = write = group.ids
-        for place, end in zip(places, ends, strict=True):
-            stop = group.ids + end
-            buffer[write : write + stop - read] = latest[read:stop]
-            write += stop - read
-            buffer[write] = leases[place].rows[index].last_page  # type: ignore[union-attr]
-            read, write = stop, write + 1
-        stop = group.ids + self.totals[index]
-        buffer[write : write + stop - read] = latest[read:stop]
-        write += stop - read
-        buffer[write : group.ids_stop] = 0
-        self.totals[index] = write - group.ids
-
-    def _patch_rows(
-        self, buffer: np.ndarray, latest: np.ndarray, index: int, group: _PagedColumns, changed: list[int]
-    ) -> None:
-        """Page ids with the changed rows (rising) replaced, and what follows from their new lengths."""
-        rows, windowed, ids = self._rows, group.group.window_tokens, group.ids
-        indptr = group.indptr
-        indptr_stop = indptr + self.bucket.sequences + 1
-        read = write = ids
-        shift = 0  # of the row ends behind the rows done so far
-        for place in changed:
-            lease = rows.leases[place]
-            if lease is None:
-                first, pages = 0, _NO_PAGES
-            else:
-                first = self._first_page(index, group, place) if windowed else 0
-                pages = lease.rows[index].view(first)
-            start, stop = ids + int(latest[indptr + place]), ids + int(latest[indptr + place + 1])
-            if start > read:
-                buffer[write : write + start - read] = latest[read:start]
-                write += start - read
-            buffer[write : write + len(pages)] = pages
-            write += len(pages)
-            read = stop
-            if write - read != shift:
-                buffer[indptr + place + 1 : indptr_stop] += write - read - shift
-                shift = write - read
-            if windowed:
-                buffer[group.first_position + place] = first * group.group.span_tokens
-        stop = ids + self.totals[index]
-        buffer[write : write + stop - read] = latest[read:stop]
-        write += stop - read
-        buffer[write : group.ids_stop] = 0
-        self.totals[index] = write - ids
+    def _last_page(self, index: int, place: int) -> int:
+        """Of a live row."""
+        return self._rows.leases[place].rows[index].last_page  # type: ignore[union-attr]
 
     def _pages(self, index: int, place: int, first: int) -> np.ndarray:
         """The page row as the next token sees it; none where no row is live."""
         lease = self._rows.leases[place]
         return lease.rows[index].view(first) if lease is not None else _NO_PAGES
 
-    def _first_page(self, index: int, group: _PagedColumns, place: int) -> int:
+    def _first_page(self, index: int, group: PagedColumns, place: int) -> int:
         """Logical index of the first page that the row's next token sees; the row may hold older ones for a while."""
         lease = self._rows.leases[place]
         if not group.group.window_tokens or lease is None:

@@ -50,6 +50,27 @@ class LiveRows:
         return len(self.requests)
 
 
+class _Phases(dict[int, list[set[int]]]):
+    """For each span the live places by the remainder of `steps` at which a row's next position is a multiple of it.
+
+    Dropped where drafts move many rows at once.
+    """
+
+    def fill(self, span: int, places: np.ndarray, starts: np.ndarray) -> None:
+        """All live places, and their positions less `steps`."""
+        phases = self[span] = [set() for _ in range(span)]
+        for place, phase in zip(places.tolist(), (-starts % span).tolist(), strict=True):
+            phases[phase].add(place)
+
+    def add(self, place: int, start: int) -> None:
+        for span, phases in self.items():
+            phases[-start % span].add(place)
+
+    def discard(self, place: int, start: int) -> None:
+        for span, phases in self.items():
+            phases[-start % span].discard(place)
+
+
 class DecodeRows:
     """Places of the decode plans. A request keeps its place while it decodes; an empty place is padding.
 
@@ -90,9 +111,7 @@ class DecodeRows:
         self._empty = list(range(capacity))
         self._paused: set[int] = set()
         self._starts = np.zeros(capacity, np.int32)  # a live row's position less `steps`
-        # For each span the live places by what `steps` leaves when it divides it as a row's next position is a multiple
-        # of it; dropped where drafts move many rows at once.
-        self._phases: dict[int, list[set[int]]] = {}
+        self._phases = _Phases()
         self._tries_drafts = False  # whether any plan ever had drafts
         self._ends = np.full(capacity, _NEVER, np.int64)  # value of `steps` at which a live row has all its tokens
         self._ids = [NOBODY] * capacity
@@ -170,10 +189,8 @@ class DecodeRows:
 
     def _enter(self, place: int, request: Request) -> None:
         table, slot = self.table, request.slot
-        start = int(table.computed[slot]) - self.steps
-        self._starts[place] = start
-        for span, phases in self._phases.items():
-            phases[-start % span].add(place)
+        self._starts[place] = start = int(table.computed[slot]) - self.steps
+        self._phases.add(place, start)
         end = self.steps + int(table.max_outputs[slot] - table.outputs[slot] - table.pending[slot])
         self._ends[place] = end
         self._first_end = min(self._first_end, end)  # what left may have ended first: `live` looks again
@@ -183,9 +200,7 @@ class DecodeRows:
         self._touch(place)
 
     def _exit(self, place: int) -> None:
-        start = int(self._starts[place])
-        for span, phases in self._phases.items():
-            phases[-start % span].discard(place)
+        self._phases.discard(place, int(self._starts[place]))
         self._ends[place] = _NEVER
         self.slots[place], self.marks[place], self._ids[place] = self.scratch, 0, NOBODY
         self.leases[place] = None
@@ -205,7 +220,7 @@ class DecodeRows:
             key = frozenset(self._paused)
             kept = self._kept.get(key)
             if kept is None:
-                kept = self._kept[key] = self._gather()
+                kept = self._kept[key] = self._latest = _gather(self, self._latest)
             self._live, self._top = kept, len(kept.ids)
             self._first_end = int(np.minimum.reduce(self._ends[: self._top], initial=_NEVER))
         return self._live
@@ -250,13 +265,10 @@ class DecodeRows:
 
     def starting(self, span_tokens: int) -> list[int]:
         """Places of live rows whose next position is a multiple of `span_tokens`, rising."""
-        phases = self._phases.get(span_tokens)
-        if phases is None:
-            phases = self._phases[span_tokens] = [set() for _ in range(span_tokens)]
+        if span_tokens not in self._phases:
             places = self.marks.nonzero()[0]
-            for place, phase in zip(places.tolist(), (-self._starts[places] % span_tokens).tolist(), strict=True):
-                phases[phase].add(place)
-        return sorted(phases[self.steps % span_tokens])
+            self._phases.fill(span_tokens, places, self._starts[places])
+        return sorted(self._phases[span_tokens][self.steps % span_tokens])
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
@@ -299,30 +311,30 @@ class DecodeRows:
         assert request is not None
         return request
 
-    def _gather(self) -> LiveRows:
-        (occupied,) = self.marks.nonzero()
-        count = len(occupied)
-        top = int(occupied[-1]) + 1 if count else 0
-        requests, append = self.requests[:top], self._append[:top]
-        slots, stop_ids, emits = self.slots[:top], self._stop_ids[: self._stop_width, :top], None
-        if count == top:
-            stop_ids = stop_ids.copy()
-        else:
-            emits = self.marks[:top] != 0
-            slots = slots.take(occupied)
-            stop_ids = stop_ids.take(occupied, axis=1)
-            for place in reversed((~emits).nonzero()[0].tolist()):
-                del requests[place], append[place]
-        latest = self._latest
-        if latest is not None and count == len(latest.slots) and (slots == latest.slots).all():
-            slots, index, runs = latest.slots, latest.index, latest.runs  # others in the places of those that ended
-        else:
-            runs = _runs(slots := slots.copy())
-            index = runs[0] if runs is not None and len(runs) == 1 else slots
-        ids = tuple(self._ids[:top])
-        logprobs = max([self._logprobs[place] for place in self._logprobs if self.marks[place]], default=0)
-        self._latest = LiveRows(tuple(requests), append, slots, index, runs, emits, ids, stop_ids, logprobs)  # type: ignore[arg-type]
-        return self._latest
+
+def _gather(rows: DecodeRows, latest: LiveRows | None) -> LiveRows:
+    """The live rows, with what stays as `latest` has it."""
+    (occupied,) = rows.marks.nonzero()
+    count = len(occupied)
+    top = int(occupied[-1]) + 1 if count else 0
+    requests, append = rows.requests[:top], rows._append[:top]
+    slots, stop_ids, emits = rows.slots[:top], rows._stop_ids[: rows._stop_width, :top], None
+    if count == top:
+        stop_ids = stop_ids.copy()
+    else:
+        emits = rows.marks[:top] != 0
+        slots = slots.take(occupied)
+        stop_ids = stop_ids.take(occupied, axis=1)
+        for place in reversed((~emits).nonzero()[0].tolist()):
+            del requests[place], append[place]
+    if latest is not None and count == len(latest.slots) and (slots == latest.slots).all():
+        slots, index, runs = latest.slots, latest.index, latest.runs  # others in the places of those that ended
+    else:
+        runs = _runs(slots := slots.copy())
+        index = runs[0] if runs is not None and len(runs) == 1 else slots
+    ids = tuple(rows._ids[:top])
+    logprobs = max([rows._logprobs[place] for place in rows._logprobs if rows.marks[place]], default=0)
+    return LiveRows(tuple(requests), append, slots, index, runs, emits, ids, stop_ids, logprobs)  # type: ignore[arg-type]
 
 
 def visible_pages(rows: DecodeRows, groups: Sequence[PagedGroup], growing: Sequence[list[int]]) -> list[int]:
