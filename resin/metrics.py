@@ -158,14 +158,17 @@ def _gauges(scheduler: Scheduler) -> Iterable[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
     replicas = scheduler.replicas
-    requests = GaugeMetricFamily("resin_requests", "Requests by state.", labels=["state"])
-    requests.add_metric(["waiting"], len(scheduler.queue))
-    requests.add_metric(["prefill"], sum(len(replica.prefill.requests) for replica in replicas))
-    requests.add_metric(["decode"], sum(len(replica.decode.requests) for replica in replicas))
+    labels = ["state", "replica"]
+    requests = GaugeMetricFamily("resin_requests", "Requests by state.", labels=labels)
+    requests.add_metric(["waiting", ""], len(scheduler.queue))
+    pages = GaugeMetricFamily("resin_pool_pages", "Pages of the cache pool by state.", labels=labels)
+    for replica in replicas:
+        index = str(replica.index)
+        requests.add_metric(["prefill", index], len(replica.prefill.requests))
+        requests.add_metric(["decode", index], len(replica.decode.requests))
+        for state in ("free", "leased", "cached"):
+            pages.add_metric([state, index], getattr(replica.cache.pool, state))
     yield requests
-    pages = GaugeMetricFamily("resin_pool_pages", "Pages of the cache pool by state.", labels=["state"])
-    for state in ("free", "leased", "cached"):
-        pages.add_metric([state], sum(getattr(replica.cache.pool, state) for replica in replicas))
     yield pages
 
 
@@ -183,16 +186,16 @@ def _counters(metrics: EngineMetrics, scheduler: Scheduler) -> Iterable[Any]:
     yield counter("resin_requests_finished", "Requests ended, by reason.", finished, "reason")
     yield counter("resin_prompt_tokens", "Tokens computed by prefill plans.", {"": metrics.prompt_tokens})
     yield counter("resin_generated_tokens", "Tokens generated.", {"": metrics.generated_tokens})
-    retractions = sum(replica.retractions for replica in scheduler.replicas)
-    evictions = sum(replica.cache.evictions for replica in scheduler.replicas)
+    retractions = {str(replica.index): replica.retractions for replica in scheduler.replicas}
+    evictions = {str(replica.index): replica.cache.evictions for replica in scheduler.replicas}
     for name, text, drafts in (
         ("resin_drafts_tried", "Drafts that decode plans checked, by place behind the row's latest token.", "tried"),
         ("resin_drafts_agreed", "Drafts that held, likewise.", "agreed"),
     ):
         places = {str(place + 1): count for place, count in enumerate(getattr(scheduler.drafts, drafts).tolist())}
         yield counter(name, text, places, "place")
-    yield counter("resin_retractions", "Running requests sent back to the queue.", {"": retractions})
-    yield counter("resin_evictions", "Prefix nodes evicted.", {"": evictions})
+    yield counter("resin_retractions", "Running requests sent back to the queue.", retractions, "replica")
+    yield counter("resin_evictions", "Prefix nodes evicted.", evictions, "replica")
     yield counter("resin_prefix_hit_tokens", "Prompt tokens reused.", {"": metrics.prefix_hit_tokens})
     yield counter(
         "resin_prefix_ceiling_tokens",

@@ -56,6 +56,7 @@ class Job:
     receiver: Receiver
     cache_salt: str = ""
     priority: float = 0.0
+    replica: int | None = None  # to run on; None for any
     request: Request | None = None  # set by the actor on admission
     is_done: bool = False  # set on the event loop's thread
 
@@ -232,6 +233,7 @@ class EngineActor:
                     sampling_params=job.params,
                     priority=job.priority,
                     cache_salt=job.cache_salt,
+                    replica=job.replica,
                 )
             except InvalidRequest as error:
                 self.active -= 1

@@ -13,12 +13,12 @@ from serve.body_shape import check_shape
 from serve.errors import ApiError, invalid
 from serve.generation import Update
 from serve.schemas.body import decode_body
-from serve.service import BODY_BYTES, service_of
+from serve.service import BODY_BYTES, REPLICA, service_of
 from serve.session import Choice, Session
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-RANK_HEADER = "resin-routed-dp-rank"
+RANK_HEADER, BODY_RANK = "resin-routed-dp-rank", "routed_dp_rank"
 
 
 async def read_body(request: web.Request, kind: type[T]) -> T:
@@ -28,16 +28,38 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         ApiError: 400 naming the field, 408 if the body is slow to come, 413 if it is too large, 415 if it is not said
             to be JSON.
     """
-    rank = request.headers.get(RANK_HEADER)
-    if rank is not None and rank.strip() != "0":
-        raise invalid(RANK_HEADER, f"{RANK_HEADER}: expected 0, the only replica, got {rank!r}")
+    wanted = _replica_of(request)
     if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         given = request.headers.get("Content-Type", "")
         message = f"content-type: expected application/json in UTF-8, got {given!r}"
         raise ApiError(415, message, param="content-type", code="unsupported_media_type")
     data = await _read(request)
     request[BODY_BYTES] = len(data)
-    return await service_of(request).aside.run(len(data), _decode, request, data, kind)
+    body = await service_of(request).aside.run(len(data), _decode, request, data, kind)
+    request[REPLICA] = wanted if wanted is not None else _check_replica(request, BODY_RANK, body)
+    return body
+
+
+def _replica_of(request: web.Request) -> int | None:
+    """The replica that the header names."""
+    text = request.headers.get(RANK_HEADER)
+    if text is None:
+        return None
+    number = int(text) if text.strip().isascii() and text.strip().isdecimal() else -1
+    return _known_replica(request, RANK_HEADER, text, number)
+
+
+def _check_replica(request: web.Request, param: str, body: Any) -> int | None:
+    rank = getattr(body, param, None)
+    return None if rank is None else _known_replica(request, param, rank, rank)
+
+
+def _known_replica(request: web.Request, param: str, given: object, number: int) -> int:
+    count = service_of(request).engine.config.replicas
+    if number not in range(count):
+        expected = "0, the only replica" if count == 1 else f"0 to {count - 1}"
+        raise invalid(param, f"{param}: expected {expected}, got {given!r}")
+    return number
 
 
 def _decode(request: web.Request, data: bytes, kind: type[T]) -> T:

@@ -213,7 +213,7 @@ class Service:
         jobs: list[Job] = []
         for plan in plans:
             choice = session.add_choice(plan.generation)
-            job = session.job_for(choice, plan.prompt_ids, plan.params, cache_salt)
+            job = session.job_for(choice, plan.prompt_ids, plan.params, cache_salt, http_request.get(REPLICA))
             plan.generation.on_stop = lambda job=job: self.actor.cancel(job)  # type: ignore[misc]
             jobs.append(job)
         try:
@@ -231,6 +231,7 @@ class Service:
 
 
 BODY_BYTES = web.RequestKey("body_bytes", int)
+REPLICA: web.RequestKey[int | None] = web.RequestKey("replica", object)  # type: ignore[arg-type]
 
 
 def length_of(request: web.Request) -> int:

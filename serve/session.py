@@ -72,10 +72,17 @@ class Session:
         self._running += 1
         return choice
 
-    def job_for(self, choice: Choice, prompt_ids: Sequence[int], params: SamplingParams, cache_salt: str) -> Job:
+    def job_for(
+        self,
+        choice: Choice,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        cache_salt: str,
+        replica: int | None = None,
+    ) -> Job:
         """The engine job whose tokens the choice receives."""
         self.prompt_tokens = len(prompt_ids)
-        choice.job = Job(prompt_ids, params, choice, cache_salt)
+        choice.job = Job(prompt_ids, params, choice, cache_salt, replica=replica)
         return choice.job
 
     def on_news(self, choice: Choice) -> bool:

@@ -44,6 +44,11 @@ def scrape(engine: Engine) -> dict[str, float]:
     return samples
 
 
+def requests_in(state: str) -> str:
+    """The sample of an engine with one replica."""
+    return f"resin_requests{{replica={'' if state == 'waiting' else 0},state={state}}}"
+
+
 class Observer:
     """Counts a run from the outside: its plans, events and clock."""
 
@@ -159,16 +164,16 @@ def test_gauges_follow_the_run(runner_class: type[PagedFake]) -> None:
         watch.step()
         scheduler, samples = watch.engine.scheduler, scrape(watch.engine)
         live = [request for request in watch.requests if not request.is_finished]
-        assert sum(samples[f"resin_requests{{state={state}}}"] for state in ("waiting", "prefill", "decode")) == len(
-            live
-        )
-        assert samples["resin_requests{state=waiting}"] == sum(request.slot < 0 for request in live)
-        pages = {state: samples[f"resin_pool_pages{{state={state}}}"] for state in ("free", "leased", "cached")}
+        assert sum(samples[requests_in(state)] for state in ("waiting", "prefill", "decode")) == len(live)
+        assert samples[requests_in("waiting")] == sum(request.slot < 0 for request in live)
+        pages = {
+            state: samples[f"resin_pool_pages{{replica=0,state={state}}}"] for state in ("free", "leased", "cached")
+        }
         assert sum(pages.values()) == scheduler.replicas[0].cache.pool.total
         held = {page for request in live if request.lease for page in request.lease.pages()}
         held |= {page for request in scheduler.replicas[0].closing if request.lease for page in request.lease.pages()}
         assert pages["leased"] == len(held)
-    assert scrape(watch.engine)["resin_pool_pages{state=leased}"] == 0
+    assert scrape(watch.engine)["resin_pool_pages{replica=0,state=leased}"] == 0
 
 
 def test_retractions_and_evictions() -> None:
@@ -179,8 +184,8 @@ def test_retractions_and_evictions() -> None:
     while watch.engine.has_work():
         watch.step()
     samples = scrape(watch.engine)
-    assert samples["resin_retractions_total"] == sum(request.retractions for request in watch.requests) > 0
-    assert samples["resin_evictions_total"] == watch.engine.scheduler.replicas[0].cache.evictions > 0
+    assert samples["resin_retractions_total{replica=0}"] == sum(request.retractions for request in watch.requests) > 0
+    assert samples["resin_evictions_total{replica=0}"] == watch.engine.scheduler.replicas[0].cache.evictions > 0
     # A resumed request has no second first token, and its longest wait is one between tokens.
     check_histogram(samples, "resin_ttft_seconds", watch.ttft_s, REQUEST_S)
     check_histogram(samples, "resin_inter_token_seconds", watch.gap_s, TOKEN_S)
@@ -209,7 +214,7 @@ def test_a_quarantined_engine_has_no_waiting_or_running_requests() -> None:
     with pytest.raises(EngineFailed):
         watch.step()
     samples = scrape(watch.engine)
-    assert all(samples[f"resin_requests{{state={state}}}"] == 0 for state in ("waiting", "prefill", "decode"))
+    assert all(samples[requests_in(state)] == 0 for state in ("waiting", "prefill", "decode"))
     assert samples["resin_requests_finished_total{reason=error}"] == 7
 
 

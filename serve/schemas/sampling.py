@@ -15,7 +15,7 @@ from serve.schemas.body import Hint
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
 
-Rank = Annotated[int, msgspec.Meta(ge=0, le=0, description="Replica to run on; there is one.")]
+Rank = Annotated[int, msgspec.Meta(ge=0, description="Replica to run on; null for any.")]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

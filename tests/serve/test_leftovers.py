@@ -79,9 +79,9 @@ async def assert_nothing_is_left(server: HttpServer, tasks: int) -> None:
     await wait_until(lambda: not actor.engine.has_work())
     await wait_until(lambda: tasks_of(server) <= tasks + 1, 10)  # one may be the connection of the last look
     found = await metrics(server)
-    states = {name: found[f'resin_requests{{state="{name}"}}'] for name in ("waiting", "prefill", "decode")}
-    assert states == {"waiting": 0, "prefill": 0, "decode": 0}
-    assert found['resin_pool_pages{state="leased"}'] == 0
+    states = {("waiting", ""), ("prefill", "0"), ("decode", "0")}
+    assert not any(found[f'resin_requests{{replica="{replica}",state="{name}"}}'] for name, replica in states)
+    assert found['resin_pool_pages{replica="0",state="leased"}'] == 0
     assert found["resin_http_requests_in_progress"] == 1  # this very scrape
     actor.engine.scheduler.replicas[0].cache.check_integrity(())
 
