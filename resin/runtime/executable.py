@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from resin.models.axes import Axis
 from resin.models.cache.paged import PagedCache
@@ -135,11 +135,11 @@ def abstract_arena(arena: ArenaSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, arena.dtype, sharding=NamedSharding(mesh, ARENA_SPEC))
 
 
-def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> jax.stages.Compiled:
-    """Compiles a bucket's program of one kind; arena and slots are donated and come back in place.
+def mapped_step(spec: StepSpec, bucket: Bucket, kind: ProgramKind, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """A bucket's step of one kind over a mesh: `(weights, arena, slots, buffer, masks) -> (arena, slots, StepOutput)`.
 
-    Returns:
-        `(weights, arena, slots, buffer, masks) -> (arena, slots, StepOutput)`.
+    Args:
+        mesh: the spec's, or an abstract one of the same axes, to lower what no device here runs.
     """
     layout = plan_layout(bucket, spec.config.groups, spec.config.geometry)
 
@@ -152,13 +152,18 @@ def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: Program
     ) -> tuple[jax.Array, SlotTable, StepOutput]:
         return run_step(spec, bucket, layout, weights, arena, slots, buffer, masks, kind)
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         step,
-        mesh=spec.mesh,
+        mesh=mesh,
         in_specs=(spec.model.specs(spec.mesh), ARENA_SPEC, OF_REPLICAS, OF_REPLICAS, OF_REPLICAS),
         out_specs=(ARENA_SPEC, OF_REPLICAS, OF_REPLICAS),
         check_vma=False,
     )
+
+
+def compile_step(spec: StepSpec, bucket: Bucket, arena: ArenaSpec, kind: ProgramKind) -> jax.stages.Compiled:
+    """Compiles a bucket's program of one kind; arena and slots are donated and come back in place."""
+    mapped = mapped_step(spec, bucket, kind, spec.mesh)
     with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
         lowered = jax.jit(mapped, donate_argnums=(1, 2)).lower(*spec.arguments(bucket, arena, kind))
     return lowered.compile(compiler_options=step_options(bucket, spec.kernels().backend))
