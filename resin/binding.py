@@ -88,8 +88,7 @@ class Binding:
     def dispatch(self, step: StepPlan) -> Any:
         """Starts a step, or runs it if steps do not overlap."""
         if self._recorder is not None:
-            for replica, plan in enumerate(step.plans):
-                self._recorder.write_plan(plan, replica)
+            self._recorder.write_step(step)
         taken = self._taken(step)
         return self._runner.dispatch(taken) if self.overlap else self._runner.forward(taken)
 
@@ -98,8 +97,7 @@ class Binding:
         found = self._runner.collect(handle) if self.overlap else handle
         outputs: Sequence[ForwardOutput] = found if self.parts.config.replicas > 1 else [found]
         if self._recorder is not None:
-            for replica, (plan, output) in enumerate(zip(step.plans, outputs, strict=True)):
-                self._recorder.write_output(plan, output, replica)
+            self._recorder.write_outputs(step, outputs)
         return outputs
 
     def _taken(self, step: StepPlan) -> Any:

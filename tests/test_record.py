@@ -124,7 +124,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         Recording(path)
 
 
-@pytest.mark.parametrize("version", [b"1", b"3", b"10"])
+@pytest.mark.parametrize("version", [b"1", b"2", b"10"])
 def test_recordings_of_other_versions_are_refused_by_name(tmp_path: Path, version: bytes) -> None:
     path = tmp_path / "run.plans"
     record_run(path)
