@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from resin.models.declare import Declaration, Placement
 from resin.models.families import read_config
 from resin.models.weights import AbstractModel
 from resin.plan import CacheGeometry, CacheGroup, HistoryGroup, StateGroup, plan_geometry
 from resin.plan.cache import entry_bytes, pages_of_sequence
+from resin.topology import MESH_AXES, MeshShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class ModelSummary:
         weights: by kind.
         page_bytes: of one cache page.
         cache: one row a group.
+        mesh: what it is cut over; pages and cache are of one device.
+        device_nbytes: of the weights that one device holds.
     """
 
     family: str
@@ -83,6 +87,8 @@ class ModelSummary:
     weights: tuple[WeightRow, ...]
     page_bytes: int
     cache: tuple[CacheRow, ...]
+    mesh: MeshShape
+    device_nbytes: int
 
     @property
     def token_nbytes(self) -> float:
@@ -95,11 +101,11 @@ class ModelSummary:
         return sum(row.sequence_nbytes for row in self.cache)
 
     def context_that_fits(self, memory_bytes: int, sequences: int = 1) -> int:
-        """Tokens that each of so many sequences can have beside the weights; 0 if not even the weights fit.
+        """Tokens that each of a replica's sequences can have beside the weights; 0 if not even the weights fit.
 
         Temporaries of the programs are not counted; the ledger that a runner prints at start has them.
         """
-        left = memory_bytes - self.weight_nbytes - sequences * self.sequence_nbytes
+        left = memory_bytes - self.device_nbytes - sequences * self.sequence_nbytes
         if left < 0:
             return 0
         longest = int(self.config.max_context_tokens)
@@ -107,21 +113,28 @@ class ModelSummary:
 
 
 def summarise(
-    config: Mapping[str, Any], *, model: str | None = None, dtype: str = "bfloat16", cache_dtype: str | None = None
+    config: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    mesh: MeshShape = MeshShape(),  # noqa: B008 (frozen)
 ) -> ModelSummary:
-    """Summarises a model on one device.
+    """Summarises a model on one device, or cut over a mesh of devices that need not be here.
 
     Args:
         config: Hugging Face style config.
         model: "package.module:Name"; None finds it by `model_type`.
         dtype: of weights that have no dtype of their own.
         cache_dtype: of the arena; None takes dtype.
+        mesh: devices along each axis.
 
     Raises:
-        InvalidRequest: the config does not describe a model that can be built.
+        InvalidRequest: the config does not describe a model that can be built, or not one that the mesh divides.
     """
     model_class, parsed = read_config(config, model)
-    placement = Placement(dtype)
+    placement = Placement(dtype, mesh)
+    devices: Any = AbstractMesh(tuple(mesh.along(axis) for axis in MESH_AXES), MESH_AXES)
     abstract = AbstractModel.of(model_class(parsed, placement))
     groups = model_class.cache_groups(parsed, placement)
     geometry = plan_geometry(groups, arena_dtype=cache_dtype or dtype)
@@ -134,6 +147,8 @@ def summarise(
         weights=_weight_rows(abstract),
         page_bytes=geometry.page_bytes,
         cache=_cache_rows(groups, geometry, cache_dtype or dtype),
+        mesh=mesh,
+        device_nbytes=abstract.device_nbytes(devices),
     )
 
 

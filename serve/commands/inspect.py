@@ -14,6 +14,7 @@ from resin.models.sources import HubSource
 from resin.plan import InvalidRequest
 from resin.recipes import choose_recipe
 from resin.recipes.tokenizer import load_tokenizer
+from resin.topology import MeshShape
 from serve.progress import ProgressBar
 
 _GIBIBYTE = 1 << 30
@@ -39,6 +40,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="GIB",
         help="memory sizes to fill; default: 16 24 80 141",
     )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split the model over; default 1")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas of attention; default 1")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     config = _read_config(args.source)
     from resin.models.summary import summarise
 
-    summary = summarise(config, model=args.model, dtype=args.dtype)
+    summary = summarise(config, model=args.model, dtype=args.dtype, mesh=MeshShape(dp=args.dp, tp=args.tp))
     fits = {
         size: [summary.context_that_fits(int(size * _GIBIBYTE), sequences) for sequences in (1, 16, 256)]
         for size in args.memory_gib
@@ -65,11 +68,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {field.name} = {_short(getattr(summary.config, field.name))}")
     print(f"\nrecipe: {recipe}")
     print(f"\nweights: {_size(summary.weight_nbytes)}, {summary.flops_per_token / 1e9:,.2f} GFLOP a token")
+    if summary.mesh.size > 1:
+        print(f"  {_size(summary.device_nbytes)} on each of {summary.mesh.size} devices ({summary.mesh})")
     for row in summary.weights:
         shape = "x".join(map(str, row.shape))
         sources = row.sources[0] + (f" and {len(row.sources) - 1} more" if len(row.sources) > 1 else "")
         print(f"  {row.count:3} x {shape:20} {row.dtype:9} {_size(row.nbytes):>10}  {row.name}  <- {sources}")
-    print(f"\ncache: pages of {_size(summary.page_bytes)}, {summary.token_nbytes:,.0f} bytes a token", end="")
+    whose = " of a device" if summary.mesh.size > 1 else ""
+    print(f"\ncache{whose}: pages of {_size(summary.page_bytes)}, {summary.token_nbytes:,.0f} bytes a token", end="")
     print(f", {_size(summary.sequence_nbytes)} a sequence")
     for item in summary.cache:
         fill = (

@@ -8,6 +8,8 @@ import pytest
 
 from resin.models.summary import summarise
 from resin.models.testing import TINY_CONFIGS
+from resin.plan import InvalidRequest
+from resin.topology import MeshShape
 from serve.cli import main
 from tests.models.test_published import CONFIGS
 
@@ -66,3 +68,14 @@ def test_verify_refuses_a_reference_that_is_none(
     np.savez(tmp_path / "bad.npz", **content)
     assert main(["verify", str(tmp_path), "--reference", str(tmp_path / "bad.npz")]) == 1
     assert "reference" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
+def test_a_mesh_shares_weights_and_cache(dp: int, tp: int) -> None:
+    config = TINY_CONFIGS["qwen3_moe"]
+    alone, shared = summarise(config), summarise(config, mesh=MeshShape(dp=dp, tp=tp))
+    assert alone.device_nbytes == alone.weight_nbytes == shared.weight_nbytes
+    assert shared.token_nbytes * tp == alone.token_nbytes
+    assert alone.weight_nbytes / (dp * tp) < shared.device_nbytes < alone.weight_nbytes / tp * 1.2
+    with pytest.raises(InvalidRequest, match="num_attention_heads=4"):
+        summarise(config, mesh=MeshShape(tp=8))
