@@ -32,7 +32,7 @@ from resin import (
     SlotLoad,
     StateGroup,
 )
-from resin.plan import NOBODY, RunnerParts, build_plan, plan_layout, smallest_bucket
+from resin.plan import NOBODY, RunnerParts, StepPlan, build_plan, plan_layout, smallest_bucket
 from resin.plan.cache import FP8_DTYPE, fp8_scales
 from resin.plan.layout import SEQUENCE_FLOATS, SEQUENCE_INTS, Header
 from resin.record import Recording, Step
@@ -58,13 +58,18 @@ class Difference:
 
 
 def replay(steps: Sequence[Step], runner: Any, *, logprob_tolerance: float) -> tuple[int, Difference | None]:
-    """Runs the plans in order; the number of steps that agreed, and the first difference."""
-    for count, (plan, output) in enumerate(steps):
-        again = runner.forward(plan)
-        if output is not None:
-            difference = compare(plan, output, again, logprob_tolerance)
-            if difference is not None:
-                return count, difference
+    """Runs the plans in order, those of all replicas of a step at once; the number of plans that agreed, and the first
+    difference."""
+    replicas = RunnerParts.of(runner).config.replicas
+    for first in range(0, len(steps) - replicas + 1, replicas):
+        together = steps[first : first + replicas]
+        plans = tuple(step.plan for step in together)
+        found = runner.forward(StepPlan(plans[0].bucket, plans)) if replicas > 1 else [runner.forward(plans[0])]
+        for count, (step, again) in enumerate(zip(together, found, strict=True), first):
+            if step.output is not None:
+                difference = compare(step.plan, step.output, again, logprob_tolerance)
+                if difference is not None:
+                    return count, difference
     return len(steps), None
 
 
@@ -266,12 +271,13 @@ def build_runner(args: argparse.Namespace, recording: Recording) -> Any:
             decode_sequences=config.bucket_sizes(Phase.DECODE),
             prefill_tokens=config.bucket_sizes(Phase.PREFILL),
             cache_dtype=config.arena_dtype,
+            dp=config.replicas,
             kv_dtype=FP8_DTYPE if scales else None,
             kv_scale=scales[0] if scales else 1.0,
         )
         runner = load_runner(args.model, options)
     parts = RunnerParts.of(runner)
-    for name in ("groups", "geometry", "max_sequences"):
+    for name in ("groups", "geometry", "max_sequences", "replicas"):
         mine, theirs = getattr(parts.config, name), getattr(recording.config, name)
         if mine != theirs:
             raise InvalidRequest(f"runner.config.{name}", mine, f"the recording's {theirs}")
@@ -302,6 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}")
         return 2
     steps: Sequence[Step] = recording.steps
+    if args.only is not None and recording.config.replicas > 1:
+        print("error: --only replays recordings of one replica")
+        return 2
     if args.only is not None:
         wanted = requests_read_by(recording, args.only)
         print(f"requests {sorted(wanted)}")
