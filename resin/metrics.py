@@ -14,7 +14,7 @@ from resin.plan.extras import require
 from resin.sched.commit import Committed
 from resin.sched.request import FinishReason, Request
 from resin.sched.scheduler import Scheduler
-from resin.sched.step import DecodeDraft, PlannedStep
+from resin.sched.step import DecodePart, PlannedStep
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -95,9 +95,9 @@ class EngineMetrics:
     def on_dispatch(self, planned: PlannedStep, seconds: float) -> None:
         bucket = planned.plan.bucket
         self.host_s["dispatch"].observe(seconds)
-        for plan, draft in zip(planned.plan.plans, planned.drafts, strict=True):
+        for plan, part in zip(planned.plan.plans, planned.parts, strict=True):
             self.plans[bucket.phase] += 1
-            self.live_tokens[bucket.phase] += len(draft.rows) if isinstance(draft, DecodeDraft) else plan.num_tokens
+            self.live_tokens[bucket.phase] += len(part.rows) if isinstance(part, DecodePart) else plan.num_tokens
             self.padded_tokens[bucket.phase] += bucket.tokens
 
     def on_commit(self, seconds: float) -> None:

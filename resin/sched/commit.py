@@ -14,7 +14,7 @@ from resin.sched.replica import Replica
 from resin.sched.request import FinishReason, PromptLogprobs, Request
 from resin.sched.rows import LiveRows
 from resin.sched.slots import COMMITTED, DISCARDED, SlotTable
-from resin.sched.step import DecodeDraft, Draft, PrefillDraft
+from resin.sched.step import DecodePart, Part, PrefillPart
 
 
 @dataclass(slots=True)
@@ -59,22 +59,22 @@ class Committed:
             self.table.together, self.table.together_s = self.together, now
 
 
-def commit(replica: Replica, draft: Draft, plan: BatchPlan, output: ForwardOutput) -> Committed:
+def commit(replica: Replica, part: Part, plan: BatchPlan, output: ForwardOutput) -> Committed:
     """Applies a plan's output. Rows of requests that ended meanwhile are discarded and their pages returned.
 
     Args:
-        draft: what the plan was made of.
+        part: what the plan was made of.
 
     Raises:
         BadOutput: the output does not fit the plan.
     """
     replica.in_flight -= 1
     _note_drafts(replica, plan, output)
-    if isinstance(draft, PrefillDraft):
-        return _commit_prefill(replica, draft, plan, output)
+    if isinstance(part, PrefillPart):
+        return _commit_prefill(replica, part, plan, output)
     if plan.bucket.width > 1:
-        return _commit_drafts(replica, draft, plan, output)
-    return _commit_decode(replica, draft, plan, output)
+        return _commit_drafts(replica, part, plan, output)
+    return _commit_decode(replica, part, plan, output)
 
 
 def _note_drafts(replica: Replica, plan: BatchPlan, output: ForwardOutput) -> None:
@@ -87,8 +87,8 @@ def _note_drafts(replica: Replica, plan: BatchPlan, output: ForwardOutput) -> No
     replica.drafts.note(replica.table, slots, output.drafting[live], width=width)
 
 
-def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
-    table, placed = replica.table, draft.rows
+def _commit_decode(replica: Replica, part: DecodePart, plan: BatchPlan, output: ForwardOutput) -> Committed:
+    table, placed = replica.table, part.rows
     slots = placed.index
     tokens, rows, has_faults = check_output(plan, output, placed.emits, replica.vocab_size)
     live, failed = _live_rows(replica, placed.requests, tokens if has_faults else None)
@@ -108,7 +108,7 @@ def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output
     table.last_token[slots] = tokens
     together = placed if live is None else None
     committed = Committed(plan, output, table, requests, slots, tokens, rows, together=together, failed=failed)
-    ending = draft.ending
+    ending = part.ending
     if replica.draft_tokens:  # when it was planned, drafts in flight might have held that did not
         ending = np.flatnonzero(table.outputs[slots] >= table.max_outputs[slots]).tolist()
     elif live is not None and ending:
@@ -123,9 +123,9 @@ def _commit_decode(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output
     return committed
 
 
-def _commit_drafts(replica: Replica, draft: DecodeDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
+def _commit_drafts(replica: Replica, part: DecodePart, plan: BatchPlan, output: ForwardOutput) -> Committed:
     """Rows of several tokens each: what a row tried and did not keep is taken back, what follows a stop is dropped."""
-    table, placed, drafts = replica.table, draft.rows, draft.drafts_of_rows
+    table, placed, drafts = replica.table, part.rows, part.drafts_of_rows
     tokens, bounds = check_runs(plan, output, placed.emits, drafts, replica.vocab_size)
     committed = Committed(plan, output, table, [], np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
     requests: list[Request] = []
@@ -176,18 +176,18 @@ def _kept(stop_ids: list[int], run: list[int]) -> int:
     return stop + 1 if run[stop] >= 0 else stop
 
 
-def _commit_prefill(replica: Replica, draft: PrefillDraft, plan: BatchPlan, output: ForwardOutput) -> Committed:
-    table, slots, chunks, emits = replica.table, draft.slots, draft.chunks, plan.emits
+def _commit_prefill(replica: Replica, part: PrefillPart, plan: BatchPlan, output: ForwardOutput) -> Committed:
+    table, slots, chunks, emits = replica.table, part.slots, part.chunks, plan.emits
     tokens, rows, _ = check_output(plan, output, emits, replica.vocab_size)
-    _collect_prompt_logprobs(draft, plan, output)
+    _collect_prompt_logprobs(part, plan, output)
     table.in_flight[slots] -= 1
     table.committed[slots] = [chunk.stop for chunk in chunks]
     table.pending[slots[emits]] -= 1
     sampled = np.zeros(len(chunks), np.int32)
     sampled[emits] = tokens
-    live, failed = _live_rows(replica, draft.requests, sampled)
+    live, failed = _live_rows(replica, part.requests, sampled)
     if live is not None:
-        _release_closed(replica, draft.requests, live)
+        _release_closed(replica, part.requests, live)
         rows, tokens = rows[live[emits]], tokens[live[emits]]
         chunks = [chunk for chunk, goes_on in zip(chunks, live.tolist(), strict=True) if goes_on]
     requests = [chunk.request for chunk in chunks if chunk.emits]
@@ -254,9 +254,9 @@ def _commit_cache(replica: Replica, rows: list[tuple[Request, int]]) -> None:
             replica.decode.rows_changed(request)
 
 
-def _collect_prompt_logprobs(draft: PrefillDraft, plan: BatchPlan, output: ForwardOutput) -> None:
+def _collect_prompt_logprobs(part: PrefillPart, plan: BatchPlan, output: ForwardOutput) -> None:
     indptr = plan.query_indptr
-    for row, chunk in enumerate(draft.chunks):
+    for row, chunk in enumerate(part.chunks):
         wanted = chunk.request.prompt_logprobs
         if wanted is None or not plan.row_flags[row] & RowFlag.PROMPT_LOGPROBS:
             continue

@@ -11,7 +11,7 @@ from resin.sched.planner import Planner
 from resin.sched.request import Request, RequestState
 from resin.sched.rows import DecodeRows, visible_pages
 from resin.sched.slots import SlotTable
-from resin.sched.step import DecodeDraft, Needs
+from resin.sched.step import DecodePart, Needs
 
 _NONE = np.zeros(0, np.int32)
 _EXACT = 1 << 30  # plans of exact size have no bucket to stay in
@@ -71,17 +71,17 @@ class Decoding:
             return self.requests
         return [request for request, stay in zip(self.requests, stays.tolist(), strict=True) if not stay]
 
-    def accept(self, draft: DecodeDraft) -> None:
+    def accept(self, part: DecodePart) -> None:
         """The runner took the plan."""
         self._steps += 1
-        self.rows.advance(draft.drafts if draft.drafts is not None else _NONE)
-        if draft.drafts is not None:
-            slots, drafts = draft.rows.slots, draft.drafts_of_rows
+        self.rows.advance(part.drafts if part.drafts is not None else _NONE)
+        if part.drafts is not None:
+            slots, drafts = part.rows.slots, part.drafts_of_rows
             self._table.computed[slots] += drafts
             self._table.pending[slots] += drafts
             self._table.drafts[slots] += drafts
         if self._takes_turns:
-            self._table.last_step[draft.rows.index] = self._steps
+            self._table.last_step[part.rows.index] = self._steps
 
     def take_back(self, request: Request, tokens: int) -> None:
         """So many of the tokens that a collected plan computed for the request did not hold."""
@@ -164,14 +164,14 @@ class Decoding:
 
     # -- the next plan ------------------------------------------------------------------------------------------
 
-    def reserve(self) -> DecodeDraft | None:
+    def reserve(self) -> DecodePart | None:
         """One more token of every live row, and drafts where they pay and find room; None, and nothing reserved, if the
         rows find no room together."""
         width = 1 + self._config.draft_tokens
-        draft = self._fit(width) if self._drafts.pay(self.rows, width) else None
-        return draft or self._fit(1)
+        part = self._fit(width) if self._drafts.pay(self.rows, width) else None
+        return part or self._fit(1)
 
-    def _fit(self, width: int) -> DecodeDraft | None:
+    def _fit(self, width: int) -> DecodePart | None:
         """Bucket and pages of a plan of this width; None, and nothing reserved, if one is missing."""
         rows, cache = self.rows, self._cache
         bucket, row_pages, growing = self._bucket(width)
@@ -187,7 +187,7 @@ class Decoding:
             return None
         needs = Needs(rows.top, rows.top * width, row_pages, width)
         drafts = self._draft_limits(width) if width > 1 else None
-        return DecodeDraft(bucket, needs, reservation, rows.live(), growing, sealing, rows.ending(), drafts)
+        return DecodePart(bucket, needs, reservation, rows.live(), growing, sealing, rows.ending(), drafts)
 
     def _draft_limits(self, width: int) -> np.ndarray:
         """int32 [top], how many drafts each place may try."""

@@ -12,7 +12,7 @@ from resin.sched.fill import fill_tokens, prefill_costs
 from resin.sched.planner import Chunk, Planner
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
-from resin.sched.step import Needs, PrefillDraft
+from resin.sched.step import Needs, PrefillPart
 
 
 class Prefilling:
@@ -50,7 +50,7 @@ class Prefilling:
             at -= 1
         self.requests.insert(at, request)
 
-    def reserve(self, most_tokens: int) -> PrefillDraft | None:
+    def reserve(self, most_tokens: int) -> PrefillPart | None:
         """Chunks of at most so many tokens; None, and nothing reserved, if not even one token of the best-ranked
         request finds room."""
         reservation = Reservation()
@@ -62,7 +62,7 @@ class Prefilling:
         if bucket is None:
             return None
         slots = np.fromiter((chunk.request.slot for chunk in chunks), np.int32, len(chunks))
-        return PrefillDraft(bucket, needs, reservation, chunks, slots)
+        return PrefillPart(bucket, needs, reservation, chunks, slots)
 
     def _budget(self, most_tokens: int) -> int:
         """Tokens of the next plan, cut where its bucket is full."""

@@ -1,7 +1,7 @@
 """Replica: the requests that run on one arena, and its part of every step.
 
-A step asks each replica what it has to run (`demand`), then for a draft with its pages reserved (`reserve`), then for
-the plan of that draft in the bucket that all replicas share (`fill`). `accept` or `rollback` follows.
+A step asks each replica what it has to run (`demand`), then for a part with its pages reserved (`reserve`), then for
+the plan of that part in the bucket that all replicas share (`fill`). `accept` or `rollback` follows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from resin.sched.prefilling import Prefilling
 from resin.sched.queue import RequestQueue
 from resin.sched.request import Request, RequestState
 from resin.sched.slots import ACCEPTED, SlotTable
-from resin.sched.step import DecodeDraft, Demand, Draft, PrefillDraft
+from resin.sched.step import DecodePart, Demand, Part, PrefillPart
 
 
 class Replica:
@@ -140,7 +140,7 @@ class Replica:
         prefill, decode = bool(self.prefill.requests), bool(self.decode.requests)
         return Demand(prefill, decode and (not prefill or bool(self.decode.ready())))
 
-    def reserve(self, phase: Phase, most_tokens: int) -> Draft | None:
+    def reserve(self, phase: Phase, most_tokens: int) -> Part | None:
         """The replica's part of a step with its pages reserved, making room if it must; None if it has none.
 
         Args:
@@ -149,62 +149,62 @@ class Replica:
         """
         if self._drains:
             return None
-        draft = self._reserve_prefill(most_tokens) if phase is Phase.PREFILL else self._reserve_decode()
-        if draft is None and not self.in_flight and self.num_running == 1:
+        part = self._reserve_prefill(most_tokens) if phase is Phase.PREFILL else self._reserve_decode()
+        if part is None and not self.in_flight and self.num_running == 1:
             (request,) = self.running()
             if request.state is (RequestState.PREFILL if phase is Phase.PREFILL else RequestState.DECODE):
                 self._failures.append((request, _no_room(request, self.cache)))
-        return draft
+        return part
 
-    def _reserve_prefill(self, most_tokens: int) -> PrefillDraft | None:
+    def _reserve_prefill(self, most_tokens: int) -> PrefillPart | None:
         while self.prefill.requests:
-            draft = self.prefill.reserve(most_tokens)
-            if draft is not None:
-                return draft
+            part = self.prefill.reserve(most_tokens)
+            if part is not None:
+                return part
             # No room. Whoever ranks worst makes some, unless that is the request that wants it.
             if self._youngest() is self.prefill.requests[0] or not self._retract_youngest():
                 break
         return None
 
-    def _reserve_decode(self) -> DecodeDraft | None:
+    def _reserve_decode(self) -> DecodePart | None:
         while self.decode.settle():
-            draft = self.decode.reserve()
-            if draft is not None:
-                return draft
+            part = self.decode.reserve()
+            if part is not None:
+                return part
             if not self._cycle_rows() and not self._retract_youngest():
                 break
         return None
 
-    def fill(self, draft: Draft | None, bucket: Bucket, step: int) -> BatchPlan:
-        """The plan of a draft, empty without one, in a bucket that holds it."""
-        if isinstance(draft, DecodeDraft):
-            return self._fill_decode(draft, bucket, step)
-        if draft is None:
+    def fill(self, part: Part | None, bucket: Bucket, step: int) -> BatchPlan:
+        """The plan of a part, empty without one, in a bucket that holds it."""
+        if isinstance(part, DecodePart):
+            return self._fill_decode(part, bucket, step)
+        if part is None:
             return self.planner.plan_nothing(step, bucket)
-        emitting = [chunk.request for chunk in draft.chunks if chunk.emits]
+        emitting = [chunk.request for chunk in part.chunks if chunk.emits]
         masks = allowed_masks(emitting, self.vocab_size, self._failures)
-        return self.planner.plan_prefill(step, bucket, draft.chunks, masks)
+        return self.planner.plan_prefill(step, bucket, part.chunks, masks)
 
-    def _fill_decode(self, draft: DecodeDraft, bucket: Bucket, step: int) -> BatchPlan:
+    def _fill_decode(self, part: DecodePart, bucket: Bucket, step: int) -> BatchPlan:
         rows, masks = self.decode.rows, None
-        rows.dirty.update(draft.sealing)
+        rows.dirty.update(part.sealing)
         if rows.constrained:
             asked = [rows.request(place) for place in sorted(rows.constrained) if rows.is_live(place)]
             masks = allowed_masks(asked, self.vocab_size, self._failures)
-        plan = self.planner.plan_decode(step, bucket, rows, draft.growing, masks, draft.drafts)
-        rows.dirty.update(draft.sealing)  # the plan after this one reads their states where this one writes them
+        plan = self.planner.plan_decode(step, bucket, rows, part.growing, masks, part.drafts)
+        rows.dirty.update(part.sealing)  # the plan after this one reads their states where this one writes them
         return plan
 
-    def accept(self, draft: Draft) -> None:
-        """The runner took the draft's plan: what it computes and emits counts from now on."""
+    def accept(self, part: Part) -> None:
+        """The runner took the part's plan: what it computes and emits counts from now on."""
         self.in_flight += 1
         table = self.table
-        if isinstance(draft, DecodeDraft):
-            table.add(draft.rows.slots, draft.rows.runs, ACCEPTED)
-            self.decode.accept(draft)
+        if isinstance(part, DecodePart):
+            table.add(part.rows.slots, part.rows.runs, ACCEPTED)
+            self.decode.accept(part)
             return
-        table.in_flight[draft.slots] += 1
-        for chunk in draft.chunks:
+        table.in_flight[part.slots] += 1
+        for chunk in part.chunks:
             request = chunk.request
             table.computed[request.slot] = chunk.stop
             if chunk.emits:
@@ -213,9 +213,9 @@ class Replica:
                 request.state = RequestState.DECODE
                 self.decode.add(request)
 
-    def rollback(self, draft: Draft) -> None:
-        """The draft's plan never ran: its pages return and everything is as before."""
-        self.cache.rollback(draft.reservation)
+    def rollback(self, part: Part) -> None:
+        """The part's plan never ran: its pages return and everything is as before."""
+        self.cache.rollback(part.reservation)
         self.planner.image = None
 
     # -- room ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Scheduler: which requests run where, and what all replicas compute next.
 
-`plan_next` admits, chooses the phase, collects drafts from the replicas and fills them in the smallest bucket that
+`plan_next` admits, chooses the phase, collects parts from the replicas and fills them in the smallest bucket that
 holds each; the Engine then calls `accept` or `rollback`, and later `commit` with the runner's output. Policy:
 docs/scheduling.md.
 """
@@ -20,7 +20,7 @@ from resin.sched.queue import RequestQueue
 from resin.sched.replica import Replica
 from resin.sched.request import Request, RequestState
 from resin.sched.routing import Router
-from resin.sched.step import Demand, Draft, PlannedStep
+from resin.sched.step import Demand, Part, PlannedStep
 
 _ENDLESS = 1 << 30
 
@@ -143,16 +143,16 @@ class Scheduler:
         for phase in self._phases(demands):
             if not any([demand[phase] for demand in demands]):
                 continue
-            drafts: list[Draft | None] = [None] * len(self.replicas)
+            parts: list[Part | None] = [None] * len(self.replicas)
             try:
                 for replica, demand in zip(self.replicas, demands, strict=True):
                     if demand[phase]:
-                        drafts[replica.index] = replica.reserve(phase, most_tokens)
-                bucket = self._common_bucket(phase, drafts)
+                        parts[replica.index] = replica.reserve(phase, most_tokens)
+                bucket = self._common_bucket(phase, parts)
                 if bucket is not None:
-                    return self._fill(bucket, drafts)
+                    return self._fill(bucket, parts)
             except BaseException:
-                self._rollback(drafts)
+                self._rollback(parts)
                 raise
         return None
 
@@ -173,34 +173,34 @@ class Scheduler:
     def _any_decodes(self) -> bool:
         return any([replica.decode.requests for replica in self.replicas])
 
-    def _common_bucket(self, phase: Phase, drafts: list[Draft | None]) -> Bucket | None:
-        """The smallest bucket that holds every draft, None if there is none to hold.
+    def _common_bucket(self, phase: Phase, parts: list[Part | None]) -> Bucket | None:
+        """The smallest bucket that holds every part, None if there is none to hold.
 
-        Where no bucket holds them all, drafts are rolled back until one does, and each replica comes first in turn.
+        Where no bucket holds them all, parts are rolled back until one does, and each replica comes first in turn.
         """
         bucket: Bucket | None = None
-        if len(drafts) == 1:
-            return None if drafts[0] is None else drafts[0].bucket
-        for place in range(len(drafts)):
-            index = (self._step + place) % len(drafts)
-            draft = drafts[index]
-            if draft is None:
+        if len(parts) == 1:
+            return None if parts[0] is None else parts[0].bucket
+        for place in range(len(parts)):
+            index = (self._step + place) % len(parts)
+            part = parts[index]
+            if part is None:
                 continue
             if bucket is None:
-                bucket, needs = draft.bucket, draft.needs
+                bucket, needs = part.bucket, part.needs
                 continue
-            wider = needs.union(draft.needs)
-            wanted = bucket if draft.bucket is bucket else wider.smallest(self.config.buckets, phase)
+            wider = needs.union(part.needs)
+            wanted = bucket if part.bucket is bucket else wider.smallest(self.config.buckets, phase)
             if wanted is None:
-                self.replicas[index].rollback(draft)
-                drafts[index] = None
+                self.replicas[index].rollback(part)
+                parts[index] = None
             else:
                 bucket, needs = wanted, wider
         return bucket
 
-    def _fill(self, bucket: Bucket, drafts: Sequence[Draft | None]) -> PlannedStep:
-        plans = [replica.fill(draft, bucket, self._step) for replica, draft in zip(self.replicas, drafts, strict=True)]
-        return PlannedStep(StepPlan(bucket, tuple(plans)), tuple(drafts))
+    def _fill(self, bucket: Bucket, parts: Sequence[Part | None]) -> PlannedStep:
+        plans = [replica.fill(part, bucket, self._step) for replica, part in zip(self.replicas, parts, strict=True)]
+        return PlannedStep(StepPlan(bucket, tuple(plans)), tuple(parts))
 
     def accept(self, planned: PlannedStep) -> None:
         """The runner took the step: what it computes and emits counts from now on."""
@@ -209,18 +209,18 @@ class Scheduler:
             self.prefill_streak = 0
         elif self._any_decodes:
             self.prefill_streak += planned.plan.bucket.tokens
-        for replica, draft in zip(self.replicas, planned.drafts, strict=True):
-            if draft is not None:
-                replica.accept(draft)
+        for replica, part in zip(self.replicas, planned.parts, strict=True):
+            if part is not None:
+                replica.accept(part)
 
     def rollback(self, planned: PlannedStep) -> None:
         """The step never ran: its pages return and everything is as before."""
-        self._rollback(planned.drafts)
+        self._rollback(planned.parts)
 
-    def _rollback(self, drafts: Sequence[Draft | None]) -> None:
-        for replica, draft in zip(self.replicas, drafts, strict=True):
-            if draft is not None:
-                replica.rollback(draft)
+    def _rollback(self, parts: Sequence[Part | None]) -> None:
+        for replica, part in zip(self.replicas, parts, strict=True):
+            if part is not None:
+                replica.rollback(part)
 
     def commit(self, planned: PlannedStep, outputs: Sequence[ForwardOutput]) -> list[Committed]:
         """Applies the output of each replica's plan; that of an empty one is not looked at.
@@ -229,11 +229,11 @@ class Scheduler:
             BadOutput: an output does not fit its plan.
         """
         return [
-            commit(replica, draft, plan, output)
-            for replica, draft, plan, output in zip(
-                self.replicas, planned.drafts, planned.plan.plans, outputs, strict=True
+            commit(replica, part, plan, output)
+            for replica, part, plan, output in zip(
+                self.replicas, planned.parts, planned.plan.plans, outputs, strict=True
             )
-            if draft is not None
+            if part is not None
         ]
 
     def check_integrity(self) -> None:

@@ -43,7 +43,7 @@ class Needs(NamedTuple):
 
 
 @dataclass(slots=True)
-class PrefillDraft:
+class PrefillPart:
     """Chunks with their pages, before they are a plan.
 
     Attributes:
@@ -64,7 +64,7 @@ class PrefillDraft:
 
 
 @dataclass(slots=True)
-class DecodeDraft:
+class DecodePart:
     """The next token of every live row with its pages, before it is a plan.
 
     Attributes:
@@ -97,15 +97,15 @@ class DecodeDraft:
         return self.drafts if self.rows.emits is None else self.drafts[self.rows.emits]
 
 
-Draft = PrefillDraft | DecodeDraft
+Part = PrefillPart | DecodePart
 
 
 class PlannedStep(NamedTuple):
     """A step's plans, with what is needed to undo or commit them.
 
     Attributes:
-        drafts: what each replica's plan was made of; None where it is empty.
+        parts: what each replica's plan was made of; None where it is empty.
     """
 
     plan: StepPlan
-    drafts: tuple[Draft | None, ...]
+    parts: tuple[Part | None, ...]

@@ -117,7 +117,7 @@ class ReplicasMachine(RuleBasedStateMachine):
         if planned is None:
             return
         self.cluster.scheduler.rollback(planned)
-        requests = {request for draft in planned.drafts if draft is not None for request in draft.requests}
+        requests = {request for part in planned.parts if part is not None for request in part.requests}
         for replica, before in zip(self.cluster.scheduler.replicas, computed, strict=True):
             for request in requests & set(replica.decode.requests):
                 assert replica.table.computed[request.slot] == before[request.slot]
@@ -164,14 +164,14 @@ def test_replicas_share_one_bucket_and_an_idle_one_has_an_empty_plan() -> None:
     for planned in cluster.planned:
         assert len({plan.bucket for plan in planned.plan.plans}) == 1
         idle = planned.plan.plans[2]
-        assert planned.drafts[2] is None and idle.num_sequences == idle.num_tokens == 0
+        assert planned.parts[2] is None and idle.num_sequences == idle.num_tokens == 0
         assert (idle.slots == cluster.config.max_sequences).all() and not idle.header.any_flags
     first = cluster.planned[0]
-    assert first.plan.bucket.tokens == 32 and [draft and draft.bucket.tokens for draft in first.drafts] == [32, 8, None]
+    assert first.plan.bucket.tokens == 32 and [part and part.bucket.tokens for part in first.parts] == [32, 8, None]
     assert {planned.plan.bucket.phase for planned in cluster.planned} == set(Phase)
 
 
-def test_drafts_that_no_bucket_holds_together_take_turns() -> None:
+def test_parts_that_no_bucket_holds_together_take_turns() -> None:
     """Many short rows and one long: each alone fits a bucket, both together none."""
     config = config_of("history", max_sequences=4)
     many, long = Bucket(Phase.DECODE, 4, 4, (12,)), Bucket(Phase.DECODE, 1, 1, (25,))
@@ -186,7 +186,7 @@ def test_drafts_that_no_bucket_holds_together_take_turns() -> None:
         assert request.take_result() == expected_tokens(config, request.prompt_ids.tolist(), 6)
     decodes = [planned for planned in cluster.planned if planned.plan.bucket.phase is Phase.DECODE]
     assert {planned.plan.bucket for planned in decodes} == {many, long}
-    assert all(None in planned.drafts for planned in decodes)
+    assert all(None in planned.parts for planned in decodes)
 
 
 def test_limits_hold_for_each_replica() -> None:
@@ -211,7 +211,7 @@ def test_a_replica_short_of_pages_holds_up_no_other() -> None:
         cluster.check()
     assert cluster.scheduler.replicas[0].retractions and not cluster.scheduler.replicas[1].retractions
     decodes = [planned for planned in cluster.planned if planned.plan.bucket.phase is Phase.DECODE]
-    served = sum(planned.drafts[1] is not None for planned in decodes)
+    served = sum(planned.parts[1] is not None for planned in decodes)
     assert served == 79, "it decodes in every step until its last token"
     cluster.run()
 

@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0
+SILENCE_S = 0.2  # after which a prompt is the last that comes
 
 CHAT = """
 import sys, time
@@ -96,6 +97,12 @@ class Terminal:
             assert self.read(max(until - time.monotonic(), 0)), f"no {pattern!r} in {self.text!r}"
         self.text = self.text[found.end() :]
 
+    def wait_for_prompt(self) -> None:
+        """Reads until the program asks for a message and says nothing more: an interrupt may bring a second prompt."""
+        self.wait_for("> $")
+        while self.read(SILENCE_S):
+            self.wait_for("> $")
+
     def wait_for_end(self) -> int:
         """The exit status, a signal counted as a shell does."""
         while self.read(PATIENCE_S):
@@ -135,20 +142,20 @@ def interrupt_answers(terminal: Terminal, times: int) -> None:
         time.sleep(rng.choice([0, 0.01, rng.uniform(0, 0.3)]))
         terminal.press()
         terminal.wait_for(r"\^C")
-        terminal.wait_for("> $")
+        terminal.wait_for_prompt()
     terminal.type("go\n")
     terminal.wait_for("abcdefghij" * 3)
     terminal.press()
     terminal.wait_for(r"\[\d+ tokens")
-    terminal.wait_for("> $")
+    terminal.wait_for_prompt()
 
 
 def test_ctrl_c_stops_answers_and_the_chat_goes_on() -> None:
     with chat() as terminal:
-        terminal.wait_for("> $")
+        terminal.wait_for_prompt()
         interrupt_answers(terminal, 12)
         terminal.press()
-        terminal.wait_for("> $")
+        terminal.wait_for_prompt()
         terminal.type("/exit\n")
         assert terminal.wait_for_end() == 0, terminal.text
         assert "Traceback" not in terminal.text
@@ -157,7 +164,7 @@ def test_ctrl_c_stops_answers_and_the_chat_goes_on() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_same_under_make(tmp_path: Path) -> None:
     with chat(make=tmp_path) as terminal:
-        terminal.wait_for("> $")
+        terminal.wait_for_prompt()
         interrupt_answers(terminal, 4)
         terminal.type("/exit\n")
         terminal.wait_for_end()  # make remembers that it was interrupted
