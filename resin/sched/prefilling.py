@@ -8,7 +8,6 @@ import numpy as np
 
 from resin.plan import Bucket, Phase, RunnerConfig
 from resin.sched.cache import CacheManager, Reservation
-from resin.sched.fill import fill_tokens, prefill_costs
 from resin.sched.planner import Chunk, Planner
 from resin.sched.request import Request
 from resin.sched.slots import SlotTable
@@ -23,7 +22,6 @@ class Prefilling:
 
     Attributes:
         requests: by rank.
-        costs: of each size of prefill bucket, see `prefill_costs`; measured ones once they are known.
     """
 
     def __init__(
@@ -35,7 +33,6 @@ class Prefilling:
         make_room: Callable[[], bool],
     ) -> None:
         self.requests: list[Request] = []
-        self.costs = prefill_costs(config, None)
         self._config = config
         self._cache = cache
         self._table = table
@@ -50,12 +47,16 @@ class Prefilling:
             at -= 1
         self.requests.insert(at, request)
 
+    def waiting_tokens(self) -> int:
+        """What the next plan would compute if no bucket were too small."""
+        return self._table.waiting(self.requests[: self._max_rows])
+
     def reserve(self, most_tokens: int) -> PrefillPart | None:
         """Chunks of at most so many tokens; None, and nothing reserved, if not even one token of the best-ranked
         request finds room."""
         reservation = Reservation()
         try:
-            chunks, bucket, needs = self._choose_chunks(reservation, self._budget(most_tokens))
+            chunks, bucket, needs = self._choose_chunks(reservation, most_tokens)
         except BaseException:
             self._cache.rollback(reservation)
             raise
@@ -63,10 +64,6 @@ class Prefilling:
             return None
         slots = np.fromiter((chunk.request.slot for chunk in chunks), np.int32, len(chunks))
         return PrefillPart(bucket, needs, reservation, chunks, slots)
-
-    def _budget(self, most_tokens: int) -> int:
-        """Tokens of the next plan, cut where its bucket is full."""
-        return fill_tokens(min(most_tokens, self._table.waiting(self.requests[: self._max_rows])), self.costs)
 
     def _choose_chunks(self, reservation: Reservation, most: int) -> tuple[list[Chunk], Bucket | None, Needs]:
         """Chunks by rank under the token budget, with their pages; stops at the first that finds no room."""

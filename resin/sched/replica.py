@@ -145,7 +145,7 @@ class Replica:
 
         Args:
             phase: of the step.
-            most_tokens: of prefill.
+            most_tokens: of a prefill step.
         """
         if self._drains:
             return None

@@ -14,7 +14,7 @@ from resin.plan import Bucket, ForwardOutput, InvalidRequest, Phase, RunnerConfi
 from resin.sched.cache import CacheManager
 from resin.sched.commit import Committed, commit
 from resin.sched.drafts import DraftPolicy
-from resin.sched.fill import prefill_costs
+from resin.sched.fill import fill_tokens, prefill_costs
 from resin.sched.policy import Policy
 from resin.sched.queue import RequestQueue
 from resin.sched.replica import Replica
@@ -37,6 +37,7 @@ class Scheduler:
         failures: requests that cannot go on, and why.
         prefill_streak: bucket tokens of prefill steps since rows that decode had their last one.
         streak_tokens: the streak at which it is their turn.
+        prefill_costs: of each size of prefill bucket; measured ones once they are known.
         drafts: whether a decode step checks drafts, and what they were worth.
     """
 
@@ -49,6 +50,7 @@ class Scheduler:
         self.streak_tokens = policy.prefill_streak_tokens or _ENDLESS
         limit = max((bucket.tokens for bucket in config.of_phase(Phase.PREFILL)), default=config.max_plan_tokens)
         self.max_plan_tokens = min(limit, config.max_plan_tokens, policy.max_plan_tokens or limit)
+        self.prefill_costs = prefill_costs(config, None)
         self.drafts = DraftPolicy(config)
         self.replicas = tuple(
             Replica(index, config, cache, self.queue, self.failures, self.max_plan_tokens, self.drafts)
@@ -60,8 +62,7 @@ class Scheduler:
     def settle(self, streak_tokens: int, times: StepTimes | None) -> None:
         """Takes what was left open until the runner had measured its steps."""
         self.streak_tokens = streak_tokens
-        for replica in self.replicas:
-            replica.prefill.costs = prefill_costs(self.config, times)
+        self.prefill_costs = prefill_costs(self.config, times)
         self.drafts.costs = dict(times.draft_costs) if times is not None else {}
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -139,11 +140,12 @@ class Scheduler:
     def plan_next(self) -> PlannedStep | None:
         """The next step with its pages reserved, or None if nothing can run before plans in flight are collected."""
         self._admit()
-        demands, most_tokens = [replica.demand() for replica in self.replicas], self._most_tokens()
+        demands = [replica.demand() for replica in self.replicas]
         for phase in self._phases(demands):
             if not any([demand[phase] for demand in demands]):
                 continue
             parts: list[Part | None] = [None] * len(self.replicas)
+            most_tokens = self._cut_prefill() if phase is Phase.PREFILL else 0
             try:
                 for replica, demand in zip(self.replicas, demands, strict=True):
                     if demand[phase]:
@@ -168,6 +170,14 @@ class Scheduler:
             return self.max_plan_tokens
         left = self.streak_tokens - self.prefill_streak
         return min(self.max_plan_tokens, left if left > 0 else self.streak_tokens)
+
+    def _cut_prefill(self) -> int:
+        """Tokens of each replica's prefill plan at most: all that waits on the busiest, or what fills a smaller bucket.
+
+        All run the same buckets, so the cut that is best for the busiest serves the others in its steps.
+        """
+        waiting = max(replica.prefill.waiting_tokens() for replica in self.replicas)
+        return fill_tokens(min(self._most_tokens(), waiting), self.prefill_costs)
 
     @property
     def _any_decodes(self) -> bool:

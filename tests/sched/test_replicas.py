@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from resin import Bucket, CacheGroup, Engine, InvalidRequest, Phase, Policy
-from resin.plan import RunnerConfig
+from resin.plan import RunnerConfig, StepTimes
 from resin.sched.policy import Routing
 from resin.sched.request import FinishReason
 from tests.fakes import VOCAB, PagedFake, expected_tokens, fake_config, history_group, state_group, window_group
@@ -187,6 +187,29 @@ def test_parts_that_no_bucket_holds_together_take_turns() -> None:
     decodes = [planned for planned in cluster.planned if planned.plan.bucket.phase is Phase.DECODE]
     assert {planned.plan.bucket for planned in decodes} == {many, long}
     assert all(None in planned.parts for planned in decodes)
+
+
+def test_prefill_is_cut_once_for_all_replicas() -> None:
+    """Alone, the second replica's 9 tokens would fill the bucket of 8 and leave one for a step more."""
+    config = config_of("history")
+    rows = config.max_sequences, config.of_phase(Phase.PREFILL)[-1].row_pages
+    sizes = [Bucket(Phase.PREFILL, rows[0], tokens, rows[1]) for tokens in (1, 8, 64)]
+    table = (*sizes, *config.of_phase(Phase.DECODE))
+    config = fake_config(MIXES["history"], max_context_tokens=CONTEXT_TOKENS, max_plan_tokens=64, table=table)
+
+    def prefills(*prompts: int) -> list[list[int]]:
+        cluster = Cluster(config, len(prompts), pages=200, prefix_cache=False)
+        # A step of 8 and one of 1 together cost less than one of 64.
+        cluster.scheduler.settle(1 << 30, StepTimes(((1, 1e-6), (8, 0.008), (64, 0.02)), 0.001, 0.0))
+        for index, tokens in enumerate(prompts):
+            cluster.submit(prompt(tokens, index), 2, replica=index)
+        cluster.run()
+        plans = [planned.plan.plans for planned in cluster.planned if planned.plan.bucket.phase is Phase.PREFILL]
+        return [[plan.num_tokens for plan in step] for step in plans]
+
+    assert prefills(9) == [[8], [1]]
+    assert prefills(60, 9) == [[60, 9]] and prefills(9, 60) == [[9, 60]]
+    assert prefills(9, 5) == [[8, 5], [1, 0]]
 
 
 def test_limits_hold_for_each_replica() -> None:
