@@ -32,6 +32,9 @@ _HTTP_LOG = logging.getLogger("resin.http")
 STOP_LIMIT_S = 10.0
 """How long the step that runs when all is over may take; the engine is left behind then."""
 
+FAILED_LIMIT_S = 1.0
+"""The same once it is known that the engine has failed."""
+
 
 class EngineHangs(EngineFailed):
     """The engine's thread is still inside a step: nothing can be cleaned up behind it."""
@@ -154,6 +157,15 @@ class HttpServer:
             if wait:
                 self._finished.wait()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends as if the engine had failed: no step will run any more. From any thread; the first error counts."""
+        if self._failure is None:
+            self._failure = error
+        self._stops_early = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop closed, without waiting for the step that failed
+                self._loop.call_soon_threadsafe(self._request_stop)
+
     def _request_stop(self) -> None:
         if self._stop is not None:
             self._stop.set()
@@ -220,14 +232,6 @@ class HttpServer:
         return sites
 
     def _build_actor(self, delivery: Delivery) -> EngineActor:
-        assert self._loop is not None
-        loop = self._loop
-
-        def on_failure(error: BaseException) -> None:
-            self._failure = error
-            with contextlib.suppress(RuntimeError):  # the loop closed, without waiting for the step that failed
-                loop.call_soon_threadsafe(self._request_stop)
-
         actor = EngineActor(
             self._engine,
             queue_capacity=self.config.request_queue_capacity,
@@ -235,7 +239,7 @@ class HttpServer:
             admissions_per_step=self.config.admissions_per_step,
             stall_timeout_s=self.config.stall_timeout_s,
             wake=delivery.wake,
-            on_failure=on_failure,
+            on_failure=self.fail,
         )
         delivery.attach(actor)
         return actor
@@ -269,11 +273,13 @@ class HttpServer:
     async def _stop_engine(self, actor: EngineActor) -> None:
         """Waits for the end of the current step, but not for ever."""
         actor.stop()
-        deadline = asyncio.get_running_loop().time() + STOP_LIMIT_S
+        limit_s = STOP_LIMIT_S if self._failure is None else FAILED_LIMIT_S
+        deadline = asyncio.get_running_loop().time() + limit_s
         while actor.is_alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
         if actor.is_alive:
-            self._failure = EngineHangs(f"the engine's last step has not returned for {actor.step_age_s:.0f} s")
+            why = f"the engine's last step has not returned for {actor.step_age_s:.0f} s"
+            self._failure = EngineHangs(why if self._failure is None else f"{self._failure}; {why}")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

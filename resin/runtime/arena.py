@@ -56,10 +56,20 @@ class DeviceState:
         with contextlib.suppress(Exception):
             jax.block_until_ready((self.arena, self.slots))
 
+    def abandon(self) -> None:
+        """Lets go of everything without a wait: what runs will never end."""
+        self._unread.clear()
+        self.arena = self.slots = self.no_masks = None
+
     def release(self) -> None:
         """Gives the memory back once nothing uses it."""
         self.settle()
         self.arena = self.slots = self.no_masks = None
+
+
+def place(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that every process has, on the devices of all."""
+    return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
 
 def allocate(abstract: Any) -> Any:

@@ -26,7 +26,7 @@ from resin.runtime.drafting import Drafter, PromptLookup
 from resin.runtime.executable import StepSpec
 from resin.runtime.ledger import device_limit_bytes
 from resin.runtime.memory import GPU_CACHE_SHARE
-from resin.runtime.mesh import build_mesh, platform_of
+from resin.runtime.mesh import build_mesh, local_device, platform_of
 from resin.runtime.options import RunnerOptions
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.runner import ModelRunner
@@ -48,6 +48,7 @@ def load_runner(
     model: str | None = None,
     drafter: Drafter | None = None,
     progress: Progress | None = None,
+    make: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Fetches a model and returns its runner, ready for an Engine; weights are read when the memory ledger holds.
 
@@ -59,6 +60,7 @@ def load_runner(
         model: "package.module:Name" of a model class; None finds it by the checkpoint's `model_type`.
         drafter: makes the drafts where `options.draft_tokens` are wanted; None: a PromptLookup.
         progress: called with (what, done, total) while files are fetched.
+        make: the runner's class, or what takes its arguments: `LeadingRunner` for rank 0 of several processes.
 
     Raises:
         InvalidRequest: options that do not fit the model or the machine.
@@ -75,6 +77,7 @@ def load_runner(
             drafter=drafter,
             tokenizer=find_tokenizer(files),
             on_loaded=checkpoint.close,
+            make=make,
         )
     except BaseException:
         checkpoint.close()
@@ -89,11 +92,13 @@ def build_runner(
     drafter: Drafter | None = None,
     tokenizer: Any = None,
     on_loaded: Callable[[], None] | None = None,
+    make: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """The same from an open checkpoint, which must stay open until the weights are loaded.
 
     Args:
         on_loaded: called once they are.
+        make: the runner's class, or what takes its arguments.
     """
     options = fit_options(options or RunnerOptions(), checkpoint)
     directory = Path(options.compile_cache or CACHE_DIRECTORY.read() / "programs").absolute()
@@ -103,7 +108,7 @@ def build_runner(
     model_class, config = read_model(checkpoint, model)
     spec = build_spec(model_class, config, options, mesh, drafter)
     programs = None
-    if half:
+    if half and jax.process_count() == 1:  # a program of several processes is no other's
         programs = ProgramCache.of(directory / "steps", half, model_class, config, spec, is_writable=keeps)
     check_weights(spec, checkpoint, options)
 
@@ -113,7 +118,7 @@ def build_runner(
             on_loaded()
         return weights
 
-    return ModelRunner(
+    return make(
         spec,
         load,
         model_config=config,
@@ -198,7 +203,7 @@ def build_spec(
     if sequences is None and platform == "cpu":
         sequences = CPU_SEQUENCES
     elif sequences is None:
-        free = int(GPU_CACHE_SHARE * (device_limit_bytes(mesh.devices.flat[0]) - abstract.device_nbytes(mesh)))
+        free = int(GPU_CACHE_SHARE * (device_limit_bytes(local_device(mesh)) - abstract.device_nbytes(mesh)))
         sequences = sequences_that_fit(groups, geometry, context, options.cache_bytes or free)
     decode = options.decode_sequences or decode_sizes(platform, sequences)
     runner_config = RunnerConfig(

@@ -8,6 +8,7 @@ from resin.plan import ArenaSpec, InvalidRequest
 from resin.runtime.executable import REPLICATED, StepSpec
 from resin.runtime.ledger import MemoryLedger, device_limit_bytes
 from resin.runtime.masks import mask_bytes
+from resin.runtime.mesh import local_device
 from resin.runtime.programs import Programs
 from resin.runtime.slots import abstract_slots
 
@@ -32,7 +33,7 @@ class Memory:
         self._spec = spec
         self._programs = programs
         self._cache_bytes = cache_bytes
-        self._device = spec.mesh.devices.flat[0]
+        self._device = local_device(spec.mesh)
 
     def account(self, arena_bytes: int) -> MemoryLedger:
         """The ledger of an arena of this size and the programs that exist."""

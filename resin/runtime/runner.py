@@ -21,12 +21,13 @@ from resin.plan import (
     StepPlan,
     StepTimes,
 )
-from resin.runtime.arena import DeviceState, allocate
+from resin.runtime.arena import DeviceState, allocate, place
 from resin.runtime.executable import OF_REPLICAS, StepOutput, StepSpec, abstract_arena
 from resin.runtime.ledger import MemoryLedger
 from resin.runtime.masks import blocks_of, check_masks, no_masks
 from resin.runtime.measure import measure_steps
 from resin.runtime.memory import Memory
+from resin.runtime.mesh import local_device
 from resin.runtime.program_cache import ProgramCache
 from resin.runtime.program_kind import ProgramKind
 from resin.runtime.programs import Programs
@@ -91,8 +92,8 @@ class ModelRunner:
 
     @property
     def device(self) -> jax.Device:
-        """The first device of the mesh."""
-        return self._spec.mesh.devices.flat[0]
+        """The first device of the mesh that this process drives."""
+        return local_device(self._spec.mesh)
 
     @property
     def dtype(self) -> str:
@@ -156,11 +157,12 @@ class ModelRunner:
         self._programs.compile_all(arena, progress)
         self._prove(arena)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, measures: bool = True) -> None:
         """`compile`, then loads the weights and allocates, and measures what steps without a row take.
 
         Args:
             progress: as for `compile`, then called while weights load with (what, bytes done, bytes in all).
+            measures: False does not measure.
 
         Raises:
             InvalidRequest: not bound, or the ledger exceeds the device's memory: nothing was loaded or allocated.
@@ -168,7 +170,7 @@ class ModelRunner:
         """
         self.compile(progress)
         self._allocate(progress)
-        self._step_times = measure_steps(self.config, self.launch, self.forward)
+        self._step_times = measure_steps(self.config, self.launch, self.forward) if measures else None
         self._programs_when_ready = self._programs.count
 
     def _bound_arena(self) -> ArenaSpec:
@@ -196,7 +198,7 @@ class ModelRunner:
         if self._weights is None:
             self._take_weights(progress)
         state, sharding = self._state, jax.sharding.NamedSharding(mesh, OF_REPLICAS)
-        state.no_masks = jax.device_put(np.tile(no_masks(self.config), (self.config.replicas, 1)), sharding)
+        state.no_masks = place(np.tile(no_masks(self.config), (self.config.replicas, 1)), sharding)
         state.slots = allocate(self._spec.slots())
         state.arena = allocate(abstract_arena(arena, mesh))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from resin.runtime import ModelRunner
 
 
-def load_model(args: argparse.Namespace) -> LoadedModel:
+def load_model(args: argparse.Namespace, make: Callable[..., ModelRunner] | None = None) -> LoadedModel:
     """Loads, binds and warms up, and says on standard error what it does and what was chosen.
+
+    Args:
+        make: for `load_runner`; None takes its default.
 
     Raises:
         ResinError: whatever the user can put right.
@@ -45,11 +49,11 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         import jax
 
         from resin import Engine
-        from resin.runtime import load_runner
+        from resin.runtime import ModelRunner, load_runner
 
         bar.close(f"JAX {jax.__version__}")
     with ProgressBar("preparing") as bar:
-        runner = load_runner(files, runner_options(args), model=args.model)
+        runner = load_runner(files, runner_options(args), model=args.model, make=make or ModelRunner)
         if runner.tokenizer is None:
             raise CheckpointError(files, "has no tokenizer: only the library runs it, from token ids")
         recipe = _find_recipe(args.recipe, model_type, runner.tokenizer)

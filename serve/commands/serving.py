@@ -8,12 +8,18 @@ import logging
 import os
 import sys
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from resin.settings import API_KEY
+from resin.topology import Launch
 from serve.commands.loading import load_model
 from serve.commands.options import add_model_arguments, add_sampling_arguments
+from serve.commands.ranks import add_rank_arguments, launch_of, lead, leave, work
 from serve.config import ServerConfig
 from serve.listener import Listener
+
+if TYPE_CHECKING:
+    from resin.runtime.worker import Ranks
 
 _LIMITS = {
     "request_queue_capacity": "choices that wait for admission before clients get 429",
@@ -39,6 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__)
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_rank_arguments(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")
     group.add_argument("--port", type=int, default=8000, help="0 lets the system choose; default %(default)s")
@@ -84,9 +91,12 @@ def run(args: argparse.Namespace) -> int:
         allowed_origins=tuple(args.allowed_origin),
         **{name: getattr(args, name) for name in _LIMITS},
     )
+    launch = launch_of(args)
+    if launch.rank:
+        return work(args, launch)
     # Taken before the model is loaded: whether the address can be had is known at once.
     with Listener(config.host, config.port) as listener:
-        return _serve(args, config, listener)
+        return _serve(args, config, listener) if launch.processes == 1 else _lead(args, config, listener, launch)
 
 
 def _open_access_log(*, is_quiet: bool) -> None:
@@ -95,8 +105,18 @@ def _open_access_log(*, is_quiet: bool) -> None:
     access.addHandler(logging.NullHandler() if is_quiet else logging.StreamHandler(sys.stdout))
 
 
-def _serve(args: argparse.Namespace, config: ServerConfig, listener: Listener) -> int:
-    loaded = load_model(args)
+def _lead(args: argparse.Namespace, config: ServerConfig, listener: Listener, launch: Launch) -> int:
+    ranks = lead(args, launch)
+    try:
+        status = _serve(args, config, listener, ranks)
+    except Exception as error:
+        leave(error)
+    ranks.close()
+    return status
+
+
+def _serve(args: argparse.Namespace, config: ServerConfig, listener: Listener, ranks: Ranks | None = None) -> int:
+    loaded = load_model(args, None if ranks is None else ranks.make_runner)
     from serve.server import EngineHangs, HttpServer
 
     server = HttpServer(
@@ -108,6 +128,8 @@ def _serve(args: argparse.Namespace, config: ServerConfig, listener: Listener) -
         config=config,
         listener=listener,
     )
+    if ranks is not None:
+        ranks.on_lost = server.fail
     # What is alive now stays alive: walking through it would stop every stream for a moment, again and again.
     gc.collect()
     gc.freeze()
