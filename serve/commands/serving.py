@@ -116,7 +116,7 @@ def _lead(args: argparse.Namespace, config: ServerConfig, listener: Listener, la
 
 
 def _serve(args: argparse.Namespace, config: ServerConfig, listener: Listener, ranks: Ranks | None = None) -> int:
-    loaded = load_model(args, None if ranks is None else ranks.make_runner)
+    loaded = load_model(args) if ranks is None else load_model(args, ranks.make_runner)
     from serve.server import EngineHangs, HttpServer
 
     server = HttpServer(
